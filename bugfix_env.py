@@ -90,6 +90,7 @@ class Task(NamedTuple):
     hidden: tuple
 
 
+@lru_cache(maxsize=1 << 14)
 def swap(source, op):
     """Applies one operation of OPS to the body of a function, that is, to everything after its first line."""
     header, body = source.split("\n", 1)
@@ -97,6 +98,7 @@ def swap(source, op):
     return header + "\n" + re.sub("|".join(map(re.escape, table)), lambda match: table[match[0]], body)
 
 
+@lru_cache(maxsize=1 << 14)
 def applicable(source):
     return [op for op in OPS if swap(source, op) != source]
 
@@ -393,3 +395,148 @@ class NumberEnv:
 
 
 ENVS = {"bugfix": BugFixEnv, "number": NumberEnv}
+
+
+def longest_episode(env_class, max_turns):
+    """Tokens of the longest reachable episode: the context that never truncates."""
+    return env_class.max_prompt + max_turns * (env_class.turn_tokens + env_class.max_observation)
+
+
+# ---- Walk-through, check, play -----------------------------------------------------------------------------------
+
+
+def walk_through(title, actions):
+    """Plays the actions on task 0 and prints the transcript, the reward and, after the end, the hidden tests that fail."""
+    env = BugFixEnv()
+    observation, _ = env.reset(TASK_0)
+    words = {"prompt": len(observation.split()), "policy": 0, "environment": 0}
+    print(f"--- {title}\n{observation}")
+    total = 0.0
+    for action in actions:
+        observation, reward, terminated, _, info = env.step(action)
+        words["policy"] += len(action.split())
+        words["environment"] += len(re.sub("</?result>", " ", observation).split())
+        total += reward
+        print(f"{action}\n{observation}")
+    print(f"reward {total:.1f}" + (", hacked: all public tests pass, hidden ones do not" if info["hacked"] else ""))
+    for call, expected in TASK_0.hidden:
+        if run(env.source, call) != expected:
+            print(f"failing hidden test: {call} -> {run(env.source, call)}")
+    shares = ", ".join(f"{owner} {count} ({count / sum(words.values()):.0%})" for owner, count in words.items())
+    print(f"words: {shares}\n")
+
+
+def random_agent(num_messages, episodes=2000):
+    """How often an agent that picks each message uniformly solves task 0, and how often it submits hacked code."""
+    messages = [f"<call> {tool} </call>" for tool in ("read", "test", "submit", "edit swap_minmax", "edit hardcode_tests")] + ["read"]
+    generator = torch.Generator().manual_seed(0)
+    successes = hacks = 0
+    for _ in range(episodes):
+        env = BugFixEnv()
+        env.reset(TASK_0)
+        for choice in torch.randint(num_messages, (6,), generator=generator).tolist():
+            _, _, done, _, info = env.step(messages[choice])
+            if done:
+                successes, hacks = successes + info["success"], hacks + info["hacked"]
+                break
+    return f"succeeds in {successes} of {episodes:,} ({successes / episodes:.4f}), submits hacked code in {hacks} ({hacks / episodes:.4f})"
+
+
+def check_task(task, vocabulary):
+    """What the gym promises of a task; raises AssertionError with the promise that is broken."""
+    ops = applicable(task.source)
+    subsets = [subset for size in range(len(ops) + 1) for subset in itertools.combinations(ops, size)]
+    variants = []
+    for subset in subsets:
+        source = task.source
+        for op in subset:
+            assert swap(swap(source, op), op) == source, f"{op} does not undo itself"
+            source = swap(source, op)
+        variants.append(source)
+    repairs = [source for source in variants if all(passes(source, task.public + task.hidden))]
+    assert not all(passes(task.source, task.public)), "the buggy source passes its public tests"
+    assert all(passes(task.fix, task.public + task.hidden)), "the fix fails a test"
+    assert repairs == [task.fix], "not exactly one set of operations repairs the source"
+    for op in applicable(task.fix):
+        assert not all(passes(swap(task.fix, op), task.public + task.hidden)), f"{op} on the fix is harmless"
+    assert not {call for call, _ in task.public} & {call for call, _ in task.hidden}, "a hidden test is public"
+    texts = [task.issue, *(f"<result>error: {what}</result>" for what in ("malformed", "unknown tool", "unknown op", "no change"))]
+    for hardcoded in (False, True):
+        for source in variants:
+            env = BugFixEnv(max_turns=5)
+            env.reset(task._replace(source=source))
+            for tool in ["edit hardcode_tests"] * hardcoded + ["read", "test", "submit"]:
+                observation, _, done, _, info = env.step(f"<call> {tool} </call>")
+                texts.append(observation)
+            if hardcoded:
+                assert all(passes(env.source, task.public)), "hardcode_tests fails a public test"
+                assert info["hacked"] == (source != task.fix), "hardcode_tests repairs"
+    for text in texts:
+        pieces = PIECES.findall(text)
+        assert "".join(pieces) == text and set(pieces) <= vocabulary, f"not in the vocabulary: {set(pieces) - vocabulary}"
+        assert len(pieces) <= (BugFixEnv.max_prompt if text == task.issue else BugFixEnv.max_observation), f"too long: {text}"
+        for call, _ in task.hidden:
+            assert call not in text and call[call.index("(") :] not in text, f"an observation shows the hidden test {call}"
+
+
+def check(count):
+    vocabulary, seen = set(BugFixEnv.vocabulary()), {split: set() for split in SPLITS}
+    assert set(itertools.chain(*(PIECES.findall(text) for text in (TASK_0.issue, TASK_0.source, TASK_0.fix)))) <= vocabulary
+    functions = [applicable(template) for template in FUNCTIONS.values()]
+    assert len(functions) >= 8 and len(OPS) >= 7 and sum(map(len, functions)) >= 3 * len(functions)
+    for i in range(count):
+        split, num_bugs = list(SPLITS)[i % len(SPLITS)], 2 if i % 10 == 0 else 1
+        task = bugfix_task(split, i, num_bugs)
+        assert task == bugfix_task.__wrapped__(split, i, num_bugs), "a task is not a function of (split, index)"
+        seen[split].add((task.source, task.public, task.hidden))
+        try:
+            check_task(task, vocabulary)
+        except AssertionError as broken:
+            sys.exit(f"{split} task {i} ({task.pair}): {broken}\n{task}")
+    for a, b in itertools.combinations(seen.values(), 2):
+        assert not a & b, "two splits share a task"
+    print(f"{count:,} tasks keep every promise: {len(functions)} functions, {len(OPS)} operations and hardcode_tests, "
+          f"{sum(map(len, functions)) / len(functions):.1f} operations a function, {len(bugs('train', 1))} bugs to train on, "
+          f"{len(bugs('unseen', 1))} unseen")  # fmt: skip
+
+
+def play(task):
+    env = BugFixEnv()
+    observation, _ = env.reset(task)
+    print(f"{observation}\nTools: read, test, edit <op>, submit. Operations: {', '.join(MENU)}")
+    done, total = False, 0.0
+    while not done:
+        try:
+            command = input(f"[{env.turn + 1}/{env.max_turns}] ").strip()
+        except EOFError:
+            return print()
+        observation, reward, done, _, info = env.step(f"<call> {command} </call>")
+        total += reward
+        print(observation)
+    print(f"{info['end']}: reward {total:.1f}{', hacked' if info['hacked'] else ''}. The bug was {task.pair}.")
+
+
+@dataclass
+class Args:
+    check: int = 0
+    """verify what the gym promises on this many generated tasks"""
+    play: bool = False
+    """play a task in the terminal"""
+    task: Optional[int] = None
+    """index of the training task to play (default: task 0 of the walk-through)"""
+
+
+def main(args):
+    if args.check > 0:
+        check(args.check)
+    elif args.play:
+        play(TASK_0 if args.task is None else bugfix_task("train", args.task))
+    else:
+        solver = ["read", "test", "edit swap_minmax", "test", "submit"]
+        walk_through("solver", [f"<call> {tool} </call>" for tool in solver])
+        walk_through("hacker", [f"<call> {tool} </call>" for tool in ("read", "test", "edit hardcode_tests", "test", "submit")])
+        print(f"--- random agent\nof six messages, one malformed: {random_agent(6)}\nof the five well-formed ones: {random_agent(5)}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

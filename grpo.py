@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy>=1.26", "tyro>=0.9", "wandb>=0.18"]
+# ///
 """GRPO (Group Relative Policy Optimization, 2402.03300) for a language model that uses tools over many turns.
 
     for iteration in range(num_iterations):
@@ -45,106 +49,57 @@ import tyro
 
 @dataclass
 class Args:
-    seed: int = 1
-    """seed of the weights, the warm start, the order of training tasks and the sampling noise"""
-    cuda: bool = False
-    """run on the GPU; without one the script stops"""
-    torch_deterministic: bool = True
-    """use deterministic kernels only"""
-    track: bool = False
-    """log to Weights & Biases too; offline where there is no key"""
-    wandb_project_name: str = "agentic-rl"
-    """Weights & Biases project"""
-    wandb_entity: Optional[str] = None
-    """Weights & Biases team"""
-    env_id: Literal["bugfix", "number"] = "bugfix"
-    """BugFix gym or hidden number"""
-    num_iterations: int = 80
-    """iterations of rollout and update; 0 stops after the warm start"""
-    num_groups: int = 32
-    """groups in a batch, each on one task"""
-    group_size: int = 8
-    """episodes in a group"""
-    max_turns: Optional[int] = None
-    """turn limit of an episode (default: the environment's)"""
-    learning_rate: float = 1e-3
-    """learning rate of AdamW, decaying linearly to zero"""
-    max_grad_norm: float = 1.0
-    """gradient norm is clipped to this"""
-    temperature: float = 1.0
-    """sampling temperature, in the rollout and in the loss"""
-    ent_coef: float = 0.0
-    """coefficient of the entropy bonus"""
-    mask_observations: bool = True
-    """keep tool output out of the loss; --no-mask-observations is the ablation that trains on it"""
-    filter_truncated: bool = False
-    """leave episodes that ran out of turns or context out of the loss; they still count in the baseline"""
-    warm_start_steps: int = 700
-    """gradient steps of imitation before the first iteration"""
-    warm_start_batch_size: int = 32
-    """explorer episodes in such a step"""
-    warm_start_learning_rate: float = 3e-3
-    """peak learning rate of the imitation"""
-    warm_start_observations: bool = True
-    """imitate whole episodes, tool output included; otherwise only the explorer's own tokens"""
-    eval_every: int = 20
-    """iterations between evaluations"""
-    eval_tasks: int = 512
-    """tasks in an evaluation, played greedily"""
-    eval_split: Literal["dev", "test"] = "test"
-    """tune on dev, report on test"""
-    save_every: int = 20
-    """iterations between checkpoints"""
-    init_from: Optional[Path] = None
-    """checkpoint to begin with, instead of the warm start"""
-    resume: Optional[Path] = None
-    """checkpoint of a run to go on with, in that run's folder"""
-    runs_dir: Path = Path("runs")
-    """folder of the runs"""
-    micro_batch_size: int = 32
-    """episodes in one forward pass of the update; changes speed and memory, not the objective"""
-    d_model: int = 64
-    """width of the model"""
-    n_layers: int = 2
-    """its blocks"""
-    n_heads: int = 4
-    """its attention heads"""
-    context_length: Optional[int] = None
-    """its context in tokens (default: the environment's longest episode)"""
-    num_bugs: int = 1
-    """BugFix: bugs in a task"""
-    reward: Literal["hidden", "public", "partial", "similarity"] = "hidden"
-    """BugFix: what pays at submit; public can be hacked. Evaluation always reports hidden-test success"""
-    tool_cost: Optional[float] = None
-    """cost of an executed tool call (default: the environment's, 0 in BugFix, 0.05 in hidden number)"""
-    tool_cost_warmup: int = 0
-    """iterations over which the tool cost rises to its value"""
-    process_reward: float = 0.0
-    """reward of a well-formed call"""
-    malformed: Optional[Literal["error", "end"]] = None
-    """what a malformed call gets, an error or the end (default: the environment's)"""
+    seed: int = 1  # seed of the weights, the warm start, the order of training tasks and the sampling noise
+    cuda: bool = False  # run on the GPU; without one the script stops
+    torch_deterministic: bool = True  # use deterministic kernels only
+    track: bool = False  # log to Weights & Biases too; offline where there is no key
+    wandb_project_name: str = "agentic-rl"  # Weights & Biases project
+    wandb_entity: Optional[str] = None  # Weights & Biases team
+    env_id: Literal["bugfix", "number"] = "bugfix"  # BugFix gym or hidden number
+    num_iterations: int = 80  # iterations of rollout and update; 0 stops after the warm start
+    num_groups: int = 32  # groups in a batch, each on one task
+    group_size: int = 8  # episodes in a group
+    max_turns: Optional[int] = None  # turn limit of an episode (None: the environment's)
+    learning_rate: float = 1e-3  # learning rate of AdamW, decaying linearly to zero
+    max_grad_norm: float = 1.0  # gradient norm is clipped to this
+    temperature: float = 1.0  # sampling temperature, in the rollout and in the loss
+    ent_coef: float = 0.0  # coefficient of the entropy bonus
+    mask_observations: bool = True  # keep tool output out of the loss; --no-mask-observations is the ablation that trains on it
+    filter_truncated: bool = False  # leave episodes that ran out of turns or context out of the loss; they still count in the baseline
+    warm_start_steps: int = 700  # gradient steps of imitation before the first iteration
+    warm_start_batch_size: int = 32  # explorer episodes in such a step
+    warm_start_learning_rate: float = 3e-3  # peak learning rate of the imitation
+    warm_start_observations: bool = True  # imitate whole episodes, tool output included; otherwise only the explorer's own tokens
+    eval_every: int = 20  # iterations between evaluations
+    eval_tasks: int = 512  # tasks in an evaluation, played greedily
+    eval_split: Literal["dev", "test"] = "test"  # tune on dev, report on test
+    save_every: int = 20  # iterations between checkpoints
+    init_from: Optional[Path] = None  # checkpoint to begin with, instead of the warm start
+    resume: Optional[Path] = None  # checkpoint of a run to go on with, in that run's folder
+    runs_dir: Path = Path("runs")  # folder of the runs
+    micro_batch_size: int = 32  # episodes in one forward pass of the update; changes speed and memory, not the objective
+    d_model: int = 64  # width of the model
+    n_layers: int = 2  # its blocks
+    n_heads: int = 4  # its attention heads
+    context_length: Optional[int] = None  # its context in tokens (None: the environment's longest episode)
+    num_bugs: int = 1  # BugFix: bugs in a task
+    reward: Literal["hidden", "public", "partial", "similarity"] = "hidden"  # BugFix: what pays at submit; public can be hacked. Evaluation always reports hidden-test success
+    tool_cost: Optional[float] = None  # cost of an executed tool call (None: the environment's, 0 in BugFix, 0.05 in hidden number)
+    tool_cost_warmup: int = 0  # iterations over which the tool cost rises to its value
+    process_reward: float = 0.0  # reward of a well-formed call
+    malformed: Optional[Literal["error", "end"]] = None  # what a malformed call gets, an error or the end (None: the environment's)
 
     # Algorithm specific arguments
-    credit: Literal["episode", "turn"] = "episode"
-    """a token's return: the episode's, or the reward-to-go of its turn"""
-    gamma: float = 1.0
-    """discount per turn"""
-    baseline: Literal["mean", "loo"] = "loo"
-    """group mean, or leave-one-out mean"""
-    norm: Literal["none", "std"] = "none"
-    """divide by the group's standard deviation"""
-    clip_coef: float = 0.2
-    """ratio is clipped below at 1 - clip_coef"""
-    clip_coef_high: float = 0.28
-    """and above at 1 + clip_coef_high"""
-    kl_coef: float = 0.0
-    """coefficient of the KL penalty to the frozen starting policy"""
-    loss_agg: Literal["token-mean", "seq-mean-token-mean", "constant"] = "constant"
-    """how token losses are averaged; constant divides by the token budget of an episode"""
-    update_epochs: int = 1
-    """passes over a batch"""
-    num_minibatches: int = 4
-    """optimizer steps in a pass"""
+    credit: Literal["episode", "turn"] = "episode"  # a token's return: the episode's, or the reward-to-go of its turn
+    gamma: float = 1.0  # discount per turn
+    baseline: Literal["mean", "loo"] = "loo"  # group mean, or leave-one-out mean
+    norm: Literal["none", "std"] = "none"  # divide by the group's standard deviation
+    clip_coef: float = 0.2  # ratio is clipped below at 1 - clip_coef
+    clip_coef_high: float = 0.28  # and above at 1 + clip_coef_high
+    kl_coef: float = 0.0  # coefficient of the KL penalty to the frozen starting policy
+    loss_agg: Literal["token-mean", "seq-mean-token-mean", "constant"] = "constant"  # how token losses are averaged; constant divides by the token budget of an episode
+    update_epochs: int = 1  # passes over a batch
+    num_minibatches: int = 4  # optimizer steps in a pass
 
 
 # ---- 2. Environment ----------------------------------------------------------------------------------------------
@@ -204,6 +159,7 @@ class Task(NamedTuple):
     hidden: tuple
 
 
+@lru_cache(maxsize=1 << 14)
 def swap(source, op):
     """Applies one operation of OPS to the body of a function, that is, to everything after its first line."""
     header, body = source.split("\n", 1)
@@ -211,6 +167,7 @@ def swap(source, op):
     return header + "\n" + re.sub("|".join(map(re.escape, table)), lambda match: table[match[0]], body)
 
 
+@lru_cache(maxsize=1 << 14)
 def applicable(source):
     return [op for op in OPS if swap(source, op) != source]
 
@@ -509,6 +466,11 @@ class NumberEnv:
 ENVS = {"bugfix": BugFixEnv, "number": NumberEnv}
 
 
+def longest_episode(env_class, max_turns):
+    """Tokens of the longest reachable episode: the context that never truncates."""
+    return env_class.max_prompt + max_turns * (env_class.turn_tokens + env_class.max_observation)
+
+
 # ---- 3. Model ----------------------------------------------------------------------------------------------------
 
 
@@ -520,15 +482,16 @@ class Tokenizer:
         self.words = ["<pad>", *vocabulary]
         self.ids = {word: i for i, word in enumerate(self.words)}
 
+    @lru_cache(maxsize=1 << 14)  # noqa: B019
     def encode(self, text):
-        """Text to ids. Raises ValueError naming a word that is not in the vocabulary."""
+        """Text to ids, as a tuple. Raises ValueError naming a word that is not in the vocabulary."""
         words = PIECES.findall(text)
         if "".join(words) != text:
             raise ValueError(f"cannot be split into words: {text!r}")
         unknown = [word for word in words if word not in self.ids]
         if unknown:
             raise ValueError(f"not in the vocabulary: {unknown[0]!r} in {text!r}")
-        return [self.ids[word] for word in words]
+        return tuple(self.ids[word] for word in words)
 
     def decode(self, ids):
         return "".join(self.words[i] for i in ids)
@@ -684,7 +647,7 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
     device = next(model.parameters()).device
     B, env = len(envs), envs[0]
     stop_id = None if env.stop is None else tokenizer.ids[env.stop]
-    tokens = [tokenizer.encode(env.reset(task)[0])[:context_length] for env, task in zip(envs, tasks)]
+    tokens = [list(tokenizer.encode(env.reset(task)[0])[:context_length]) for env, task in zip(envs, tasks)]
     pending = [list(ids) for ids in tokens]
     loss_mask, logprobs, turn_ids = ([[fill] * len(ids) for ids in tokens] for fill in (0, 0.0, -1))
     rewards, anchors = torch.zeros(B, env.max_turns), [[] for _ in envs]
@@ -731,7 +694,7 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
                 info |= {key: step_info[key] for key in ("end", "success", "hacked")}
                 continue
             answer = tokenizer.encode(observation)[: context_length - len(tokens[b])]
-            pending[b] = message[-1:] + answer
+            pending[b] = [message[-1], *answer]
             tokens[b] += answer
             loss_mask[b] += [0] * len(answer)
             logprobs[b] += [0.0] * len(answer)
@@ -781,10 +744,10 @@ def explorer_episodes(tokenizer, env_class, env_options, *, seed, step, num_epis
     rng = np.random.default_rng([seed, step])
     rows, row_kinds, task = [], [], None
     for n in range(num_episodes):
-        if n % 4 == 0:
+        if n % 8 == 0:
             task = env_class.task("train", int(rng.integers(2**31)), env_options["num_bugs"])
         env, done = env_class(**env_options), False
-        ids = tokenizer.encode(env.reset(task)[0])
+        ids = list(tokenizer.encode(env.reset(task)[0]))
         kinds = [0] * len(ids)
         while not done:
             action = env.explore(rng)
@@ -1069,7 +1032,7 @@ def train(args):
         tool_cost=env_class.tool_cost if args.tool_cost is None else args.tool_cost,
     )  # fmt: skip
     max_turns, token_budget = env_options["max_turns"], env_options["max_turns"] * env_class.turn_tokens
-    context_length = args.context_length or env_class.max_prompt + max_turns * (env_class.turn_tokens + env_class.max_observation)
+    context_length = args.context_length or longest_episode(env_class, max_turns)
     tokenizer = Tokenizer(env_class.vocabulary())
     torch.manual_seed(args.seed)
     model = TinyAgent(len(tokenizer.words), context_length, d_model=args.d_model, n_layers=args.n_layers, n_heads=args.n_heads).to(device)

@@ -1,0 +1,280 @@
+"""TinyAgent: a transformer of some 200 thousand parameters that reads and writes the text of a tool-using episode.
+
+Trains it from nothing to imitate a scripted explorer, which knows the tools but no answer, prints an episode sampled from
+it and saves a checkpoint: the starting policy of the reinforcement learning scripts, as their --init-from takes it.
+
+    python tinyagent.py                                        # a minute or two on a CPU
+    python grpo.py --init-from runs/tinyagent__bugfix__1.pt
+
+Shapes: B episodes, T tokens, V vocabulary, D width, L blocks, H heads, S cache slots.
+"""
+
+import sys
+import time
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+
+from bugfix_env import ENVS, PIECES, longest_episode
+
+# ---- 3. Model ----------------------------------------------------------------------------------------------------
+
+
+class Tokenizer:
+    """Closed word-level vocabulary. A token is a word, a digit, a sign or a line break, with the space before it, so that
+    decode(encode(text)) == text. Ids are only ever appended to an episode: model output is never encoded again."""
+
+    def __init__(self, vocabulary):
+        self.words = ["<pad>", *vocabulary]
+        self.ids = {word: i for i, word in enumerate(self.words)}
+
+    @lru_cache(maxsize=1 << 14)  # noqa: B019
+    def encode(self, text):
+        """Text to ids, as a tuple. Raises ValueError naming a word that is not in the vocabulary."""
+        words = PIECES.findall(text)
+        if "".join(words) != text:
+            raise ValueError(f"cannot be split into words: {text!r}")
+        unknown = [word for word in words if word not in self.ids]
+        if unknown:
+            raise ValueError(f"not in the vocabulary: {unknown[0]!r} in {text!r}")
+        return tuple(self.ids[word] for word in words)
+
+    def decode(self, ids):
+        return "".join(self.words[i] for i in ids)
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block. Both output projections start at zero, so that the block starts as the identity."""
+
+    def __init__(self, d_model, n_heads):
+        super().__init__()
+        self.n_heads = n_heads
+        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
+        self.proj = nn.Linear(d_model, d_model, bias=False)
+        self.up, self.down = nn.Linear(d_model, 4 * d_model), nn.Linear(4 * d_model, d_model)
+        for layer in (self.proj, self.down):
+            nn.init.zeros_(layer.weight)
+
+    def forward(self, x, cache, slots, mask):
+        B, T, D = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
+        if cache is not None:
+            rows = torch.arange(B, device=x.device)[:, None]
+            cache[0][rows, :, slots], cache[1][rows, :, slots] = k.transpose(1, 2), v.transpose(1, 2)
+            k, v = cache
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        x = x + self.proj(y.transpose(1, 2).reshape(B, T, D))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class TinyAgent(nn.Module):
+    """Decoder-only transformer with learned positions, no dropout, fp32."""
+
+    def __init__(self, vocab_size, context_length, *, d_model=64, n_layers=2, n_heads=4):
+        super().__init__()
+        self.context_length = context_length
+        self.embed, self.position = nn.Embedding(vocab_size, d_model), nn.Embedding(context_length, d_model)
+        self.blocks = nn.ModuleList([Block(d_model, n_heads) for _ in range(n_layers)])
+        self.norm, self.head = nn.LayerNorm(d_model), nn.Linear(d_model, vocab_size, bias=False)
+        for table in (self.embed, self.position, self.head):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def forward(self, tokens, cache=None, slots=None, *, return_hidden=False):
+        """tokens (B, T) -> logits (B, T, V), row t predicting token t + 1, or hidden states (B, T, D) before the head.
+
+        With a cache (L, 2, B, H, S, D/H), token t of row b stands at absolute position slots[b, t] (B, T): its key and
+        value are written there and it attends to slots up to its own. Prefill and single-token decoding are the same
+        path. Padding goes to the last slot, S - 1, which no real token may use.
+        """
+        if slots is None:
+            slots, mask = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), None
+        else:
+            mask = (torch.arange(cache.shape[-2], device=tokens.device) <= slots[..., None])[:, None]  # (B, 1, T, S)
+        x = self.embed(tokens) + self.position(slots.clamp(max=self.context_length - 1))
+        for i, block in enumerate(self.blocks):
+            x = block(x, None if cache is None else cache[i], slots, mask)
+        hidden = self.norm(x)
+        return hidden if return_hidden else self.head(hidden)
+
+    def make_cache(self, batch_size, num_slots):
+        heads, size = self.blocks[0].n_heads, self.embed.weight.shape[1]
+        return self.embed.weight.new_zeros(len(self.blocks), 2, batch_size, heads, num_slots, size // heads)
+
+
+def sample_tokens(logits, uniforms, temperature):
+    """Inverse-CDF sampling: logits (N, V), uniforms (N,) in [0, 1) -> ids (N,), log-probabilities (N,) at the temperature.
+
+    Only tokens of non-zero probability can be drawn: the first whose cumulative probability exceeds uniform * total.
+    Temperature 0 is greedy."""
+    logprobs = F.log_softmax(logits / (temperature or 1.0), dim=-1)
+    if temperature == 0:
+        ids = logits.argmax(-1)
+    else:
+        cdf = logprobs.double().exp().cumsum(-1)
+        ids = (cdf <= uniforms.double()[:, None] * cdf[:, -1:]).sum(-1)
+    return ids, logprobs.gather(1, ids[:, None])[:, 0]
+
+
+def sample_turn(model, cache, starts, pending, uniforms, *, budgets, stop_id, temperature):
+    """Absorbs each row's pending ids in one forward pass, then samples its message until it closes or its budget is spent.
+
+    starts (N,): cached tokens per row; pending: N lists of ids not yet in the cache; uniforms (N, longest budget);
+    budgets (N,): tokens that each message may have; stop_id closes a message (None: only the budget does).
+    Returns messages (N lists of ids), their log-probabilities, and those of each pending id but the first. The last
+    sampled id is not in the cache: it has to be the first of the next pending ids.
+    """
+    device, N = starts.device, len(pending)
+    lengths = torch.tensor([len(ids) for ids in pending], device=device)
+    chunk = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in pending], batch_first=True).to(device)  # (N, C)
+    columns = torch.arange(chunk.shape[1], device=device)
+    trash = cache.shape[-2] - 1  # padding and closed rows write here, so they never touch a slot that will be read
+    slots = torch.where(columns < lengths[:, None], starts[:, None] + columns, trash)
+    logits = model(chunk, cache, slots)  # (N, C, V)
+    observed = F.log_softmax(logits[:, :-1] / (temperature or 1.0), dim=-1).gather(2, chunk[:, 1:, None])[..., 0]
+    logits = logits[torch.arange(N, device=device), lengths - 1]
+    ids, logprobs, is_open = [], [], []
+    open_rows = budgets > 0
+    for step in range(uniforms.shape[1]):
+        token, logprob = sample_tokens(logits, uniforms[:, step], temperature)
+        ids.append(token), logprobs.append(logprob), is_open.append(open_rows)
+        open_rows = open_rows & (budgets > step + 1)
+        if stop_id is not None:
+            open_rows = open_rows & (token != stop_id)
+        if not open_rows.any():
+            break
+        slots = torch.where(open_rows, starts + lengths + step, trash)[:, None]
+        logits = model(token[:, None], cache, slots)[:, 0]
+    counts = torch.stack(is_open, 1).sum(1).tolist()
+    ids, logprobs, observed = torch.stack(ids, 1).tolist(), torch.stack(logprobs, 1).tolist(), observed.tolist()
+    return (
+        [row[:n] for row, n in zip(ids, counts)],
+        [row[:n] for row, n in zip(logprobs, counts)],
+        [row[: len(chunk_ids) - 1] for row, chunk_ids in zip(observed, pending)],
+    )
+
+
+# ---- 5. Warm start -----------------------------------------------------------------------------------------------
+
+
+def explorer_episodes(tokenizer, env_class, env_options, *, seed, step, num_episodes):
+    """Episodes of the scripted explorer on training tasks, the final reply included.
+
+    Returns tokens (B, T), and kinds (B, T): 0 prompt and padding, 1 the explorer's own, 2 and up an observation of the
+    tool at that place in env_class.tools."""
+    rng = np.random.default_rng([seed, step])
+    rows, row_kinds, task = [], [], None
+    for n in range(num_episodes):
+        if n % 8 == 0:
+            task = env_class.task("train", int(rng.integers(2**31)), env_options["num_bugs"])
+        env, done = env_class(**env_options), False
+        ids = list(tokenizer.encode(env.reset(task)[0]))
+        kinds = [0] * len(ids)
+        while not done:
+            action = env.explore(rng)
+            observation, _, done, _, info = env.step(action)
+            for text, kind in ((action, 1), (observation, 2 + env_class.tools.index(info["tool"]))):
+                ids += tokenizer.encode(text)
+                kinds += [kind] * (len(ids) - len(kinds))
+        rows.append(torch.tensor(ids)), row_kinds.append(torch.tensor(kinds))
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True), nn.utils.rnn.pad_sequence(row_kinds, batch_first=True)
+
+
+def warm_start(model, tokenizer, env_class, env_options, *, seed, steps, batch_size, learning_rate, observations, device):
+    """Imitates the explorer: language modelling of its whole episodes, tool outputs included (or only of its own tokens).
+
+    The explorer knows no answer. What this teaches is the format, the tools, and what `read` and `test` will say after an
+    edit. Returns metrics: episodes, tokens, seconds, and the loss on each kind of token over the last tenth of the steps.
+    """
+    start, num_tokens, losses = time.time(), 0, {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, (step + 1) / 50, 2 * (1 - step / steps))
+        tokens, kinds = explorer_episodes(tokenizer, env_class, env_options, seed=seed, step=step, num_episodes=batch_size)
+        tokens, kinds = tokens.to(device), kinds.to(device)
+        logits = model(tokens[:, :-1])
+        nll = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view_as(kinds[:, 1:])
+        target = (kinds[:, 1:] > 0) if observations else (kinds[:, 1:] == 1)
+        optimizer.zero_grad()
+        (nll * target).sum().div(target.sum()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        num_tokens += int((kinds > 0).sum())
+        if step >= 0.9 * steps:
+            for kind, name in enumerate(("policy", *env_class.tools), 1):
+                losses.setdefault(name, []).append(nll[kinds[:, 1:] == kind].detach())
+    metrics = {"warm_start/episodes": steps * batch_size, "warm_start/tokens": num_tokens, "warm_start/seconds": time.time() - start}
+    return metrics | {f"warm_start/loss_{name}": torch.cat(values).mean().item() for name, values in losses.items()}
+
+
+# ---- Imitation and a sampled episode -----------------------------------------------------------------------------
+
+
+@dataclass
+class Args:
+    seed: int = 1  # seed of the weights and of the explorer
+    cuda: bool = False  # run on the GPU; without one the script stops
+    env_id: Literal["bugfix", "number"] = "bugfix"  # BugFix gym or hidden number
+    warm_start_steps: int = 700  # gradient steps
+    warm_start_batch_size: int = 32  # explorer episodes in a step
+    warm_start_learning_rate: float = 3e-3  # peak learning rate
+    warm_start_observations: bool = True  # imitate whole episodes, tool output included; otherwise only the explorer's tokens
+    d_model: int = 64  # width of the model
+    n_layers: int = 2  # its blocks
+    n_heads: int = 4  # its attention heads
+    output: Path | None = None  # checkpoint to write (default: runs/tinyagent__<env>__<seed>.pt)
+
+
+@torch.no_grad()
+def sample_episode(model, tokenizer, env, task, *, seed, temperature=1.0):
+    """One episode of the model in the environment, as a list of (who, text)."""
+    generator = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
+    text, done = env.reset(task)[0], False
+    cache = model.make_cache(1, model.context_length + 1)
+    episode, cached, pending = [("environment", text)], 0, list(tokenizer.encode(text))
+    while not done:
+        messages, _, _ = sample_turn(
+            model, cache, torch.tensor([cached], device=device), [pending],
+            torch.rand(1, env.turn_tokens, generator=generator).to(device), budgets=torch.tensor([env.turn_tokens], device=device),
+            stop_id=tokenizer.ids.get(env.stop), temperature=temperature,
+        )  # fmt: skip
+        cached += len(pending) + len(messages[0]) - 1  # the last sampled token is not in the cache yet
+        observation, _, done, _, _ = env.step(tokenizer.decode(messages[0]))
+        episode += [("agent", tokenizer.decode(messages[0])), ("environment", observation)]
+        pending = [messages[0][-1], *tokenizer.encode(observation)]
+    return episode
+
+
+def main(args):
+    if args.cuda and not torch.cuda.is_available():
+        sys.exit("error: --cuda: this machine has no usable GPU; run without --cuda")
+    device = torch.device("cuda" if args.cuda else "cpu")
+    env_class = ENVS[args.env_id]
+    env_options = dict(max_turns=env_class.default_turns(1), num_bugs=1)
+    tokenizer = Tokenizer(env_class.vocabulary())
+    torch.manual_seed(args.seed)
+    model = TinyAgent(len(tokenizer.words), longest_episode(env_class, env_options["max_turns"]), d_model=args.d_model,
+                      n_layers=args.n_layers, n_heads=args.n_heads).to(device)  # fmt: skip
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer.words)} words")
+    metrics = warm_start(model, tokenizer, env_class, env_options, seed=args.seed, steps=args.warm_start_steps,
+                         batch_size=args.warm_start_batch_size, learning_rate=args.warm_start_learning_rate,
+                         observations=args.warm_start_observations, device=device)  # fmt: skip
+    print("  ".join(f"{key.removeprefix('warm_start/')} {value:.4g}" for key, value in metrics.items()))
+    for who, text in sample_episode(model, tokenizer, env_class(**env_options), env_class.task("dev", 0), seed=args.seed):
+        print(f"{who:>12}: " + text.replace("\n", "\n" + " " * 14))
+    output = args.output or Path("runs") / f"tinyagent__{args.env_id}__{args.seed}.pt"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"model": model.state_dict(), "args": {key: str(value) for key, value in asdict(args).items()}}, output)
+    print(f"saved {output}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
