@@ -497,6 +497,12 @@ class Tokenizer:
         return "".join(self.words[i] for i in ids)
 
 
+def rotate(x, cos, sin):
+    """Rotary position embedding (2104.09864): turns each pair of features of x (B, H, T, D/H) by its position's angle."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
 class Block(nn.Module):
     """Pre-norm transformer block. Both output projections start at zero, so that the block starts as the identity."""
 
@@ -510,9 +516,10 @@ class Block(nn.Module):
         for layer in (self.proj, self.down):
             nn.init.zeros_(layer.weight)
 
-    def forward(self, x, cache, slots, mask):
+    def forward(self, x, rotation, cache, slots, mask):
         B, T, D = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
+        q, k = rotate(q, *rotation), rotate(k, *rotation)
         if cache is not None:
             rows = torch.arange(B, device=x.device)[:, None]
             cache[0][rows, :, slots], cache[1][rows, :, slots] = k.transpose(1, 2), v.transpose(1, 2)
@@ -523,16 +530,17 @@ class Block(nn.Module):
 
 
 class TinyAgent(nn.Module):
-    """Decoder-only transformer with learned positions, no dropout, fp32."""
+    """Decoder-only transformer with rotary positions, no dropout, fp32."""
 
-    def __init__(self, vocab_size, context_length, *, d_model=64, n_layers=2, n_heads=4):
+    def __init__(self, vocab_size, *, d_model=64, n_layers=2, n_heads=4):
         super().__init__()
-        self.context_length = context_length
-        self.embed, self.position = nn.Embedding(vocab_size, d_model), nn.Embedding(context_length, d_model)
+        self.embed = nn.Embedding(vocab_size, d_model)
         self.blocks = nn.ModuleList([Block(d_model, n_heads) for _ in range(n_layers)])
         self.norm, self.head = nn.LayerNorm(d_model), nn.Linear(d_model, vocab_size, bias=False)
-        for table in (self.embed, self.position, self.head):
+        for table in (self.embed, self.head):
             nn.init.normal_(table.weight, std=0.02)
+        size = d_model // n_heads
+        self.register_buffer("frequencies", 1000.0 ** -(torch.arange(0, size, 2) / size), persistent=False)  # (D/H/2,)
 
     def forward(self, tokens, cache=None, slots=None, *, return_hidden=False):
         """tokens (B, T) -> logits (B, T, V), row t predicting token t + 1, or hidden states (B, T, D) before the head.
@@ -541,13 +549,15 @@ class TinyAgent(nn.Module):
         value are written there and it attends to slots up to its own. Prefill and single-token decoding are the same
         path. Padding goes to the last slot, S - 1, which no real token may use.
         """
+        mask = None
         if slots is None:
-            slots, mask = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), None
+            slots = torch.arange(tokens.shape[1], device=tokens.device)[None]  # (1, T)
         else:
             mask = (torch.arange(cache.shape[-2], device=tokens.device) <= slots[..., None])[:, None]  # (B, 1, T, S)
-        x = self.embed(tokens) + self.position(slots.clamp(max=self.context_length - 1))
+        angles = (slots[..., None] * self.frequencies)[:, None]  # (B or 1, 1, T, D/H/2)
+        rotation, x = (angles.cos(), angles.sin()), self.embed(tokens)  # (B, T, D)
         for i, block in enumerate(self.blocks):
-            x = block(x, None if cache is None else cache[i], slots, mask)
+            x = block(x, rotation, None if cache is None else cache[i], slots, mask)
         hidden = self.norm(x)
         return hidden if return_hidden else self.head(hidden)
 
@@ -968,8 +978,8 @@ def check_args(args):
             refuse(f"{flag} {value} must not be negative; try {flag} 0")
     if args.cuda and not torch.cuda.is_available():
         refuse("--cuda: this machine has no usable GPU; run without --cuda")
-    if args.d_model % args.n_heads:
-        refuse(f"--d-model {args.d_model} is not a multiple of --n-heads {args.n_heads}; try --n-heads 4 --d-model 64")
+    if args.d_model % (2 * args.n_heads):
+        refuse(f"--d-model {args.d_model} must be a multiple of twice --n-heads {args.n_heads}; try --d-model {32 * args.n_heads}")
     if args.group_size == 1:
         refuse("--group-size 1 leaves nothing to compare an episode with; try --group-size 8")
     episodes = args.num_groups * args.group_size
@@ -1035,7 +1045,7 @@ def train(args):
     context_length = args.context_length or longest_episode(env_class, max_turns)
     tokenizer = Tokenizer(env_class.vocabulary())
     torch.manual_seed(args.seed)
-    model = TinyAgent(len(tokenizer.words), context_length, d_model=args.d_model, n_layers=args.n_layers, n_heads=args.n_heads).to(device)
+    model = TinyAgent(len(tokenizer.words), d_model=args.d_model, n_layers=args.n_layers, n_heads=args.n_heads).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
 
     # A run is a folder: args.json, metrics.jsonl, checkpoint.pt

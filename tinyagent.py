@@ -50,6 +50,12 @@ class Tokenizer:
         return "".join(self.words[i] for i in ids)
 
 
+def rotate(x, cos, sin):
+    """Rotary position embedding (2104.09864): turns each pair of features of x (B, H, T, D/H) by its position's angle."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
 class Block(nn.Module):
     """Pre-norm transformer block. Both output projections start at zero, so that the block starts as the identity."""
 
@@ -63,9 +69,10 @@ class Block(nn.Module):
         for layer in (self.proj, self.down):
             nn.init.zeros_(layer.weight)
 
-    def forward(self, x, cache, slots, mask):
+    def forward(self, x, rotation, cache, slots, mask):
         B, T, D = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
+        q, k = rotate(q, *rotation), rotate(k, *rotation)
         if cache is not None:
             rows = torch.arange(B, device=x.device)[:, None]
             cache[0][rows, :, slots], cache[1][rows, :, slots] = k.transpose(1, 2), v.transpose(1, 2)
@@ -76,16 +83,17 @@ class Block(nn.Module):
 
 
 class TinyAgent(nn.Module):
-    """Decoder-only transformer with learned positions, no dropout, fp32."""
+    """Decoder-only transformer with rotary positions, no dropout, fp32."""
 
-    def __init__(self, vocab_size, context_length, *, d_model=64, n_layers=2, n_heads=4):
+    def __init__(self, vocab_size, *, d_model=64, n_layers=2, n_heads=4):
         super().__init__()
-        self.context_length = context_length
-        self.embed, self.position = nn.Embedding(vocab_size, d_model), nn.Embedding(context_length, d_model)
+        self.embed = nn.Embedding(vocab_size, d_model)
         self.blocks = nn.ModuleList([Block(d_model, n_heads) for _ in range(n_layers)])
         self.norm, self.head = nn.LayerNorm(d_model), nn.Linear(d_model, vocab_size, bias=False)
-        for table in (self.embed, self.position, self.head):
+        for table in (self.embed, self.head):
             nn.init.normal_(table.weight, std=0.02)
+        size = d_model // n_heads
+        self.register_buffer("frequencies", 1000.0 ** -(torch.arange(0, size, 2) / size), persistent=False)  # (D/H/2,)
 
     def forward(self, tokens, cache=None, slots=None, *, return_hidden=False):
         """tokens (B, T) -> logits (B, T, V), row t predicting token t + 1, or hidden states (B, T, D) before the head.
@@ -94,13 +102,15 @@ class TinyAgent(nn.Module):
         value are written there and it attends to slots up to its own. Prefill and single-token decoding are the same
         path. Padding goes to the last slot, S - 1, which no real token may use.
         """
+        mask = None
         if slots is None:
-            slots, mask = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), None
+            slots = torch.arange(tokens.shape[1], device=tokens.device)[None]  # (1, T)
         else:
             mask = (torch.arange(cache.shape[-2], device=tokens.device) <= slots[..., None])[:, None]  # (B, 1, T, S)
-        x = self.embed(tokens) + self.position(slots.clamp(max=self.context_length - 1))
+        angles = (slots[..., None] * self.frequencies)[:, None]  # (B or 1, 1, T, D/H/2)
+        rotation, x = (angles.cos(), angles.sin()), self.embed(tokens)  # (B, T, D)
         for i, block in enumerate(self.blocks):
-            x = block(x, None if cache is None else cache[i], slots, mask)
+            x = block(x, rotation, None if cache is None else cache[i], slots, mask)
         hidden = self.norm(x)
         return hidden if return_hidden else self.head(hidden)
 
@@ -238,7 +248,7 @@ def sample_episode(model, tokenizer, env, task, *, seed, temperature=1.0):
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
     text, done = env.reset(task)[0], False
-    cache = model.make_cache(1, model.context_length + 1)
+    cache = model.make_cache(1, longest_episode(env, env.max_turns) + 1)
     episode, cached, pending = [("environment", text)], 0, list(tokenizer.encode(text))
     while not done:
         messages, _, _ = sample_turn(
@@ -261,8 +271,7 @@ def main(args):
     env_options = dict(max_turns=env_class.default_turns(1), num_bugs=1)
     tokenizer = Tokenizer(env_class.vocabulary())
     torch.manual_seed(args.seed)
-    model = TinyAgent(len(tokenizer.words), longest_episode(env_class, env_options["max_turns"]), d_model=args.d_model,
-                      n_layers=args.n_layers, n_heads=args.n_heads).to(device)  # fmt: skip
+    model = TinyAgent(len(tokenizer.words), d_model=args.d_model, n_layers=args.n_layers, n_heads=args.n_heads).to(device)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer.words)} words")
     metrics = warm_start(model, tokenizer, env_class, env_options, seed=args.seed, steps=args.warm_start_steps,
                          batch_size=args.warm_start_batch_size, learning_rate=args.warm_start_learning_rate,
