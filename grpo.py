@@ -68,7 +68,7 @@ class Args:
     filter_truncated: bool = False  # leave episodes that ran out of turns or context out of the loss; they still count in the baseline
     warm_start_steps: int = 700  # gradient steps of imitation before the first iteration
     warm_start_batch_size: int = 32  # explorer episodes in such a step
-    warm_start_learning_rate: float = 3e-3  # peak learning rate of the imitation
+    warm_start_learning_rate: float = 6e-3  # peak learning rate of the imitation
     warm_start_observations: bool = True  # imitate whole episodes, tool output included; otherwise only the explorer's own tokens
     eval_every: int = 20  # iterations between evaluations
     eval_tasks: int = 512  # tasks in an evaluation, played greedily
@@ -538,7 +538,7 @@ class TinyAgent(nn.Module):
         self.blocks = nn.ModuleList([Block(d_model, n_heads) for _ in range(n_layers)])
         self.norm, self.head = nn.LayerNorm(d_model), nn.Linear(d_model, vocab_size, bias=False)
         for table in (self.embed, self.head):
-            nn.init.normal_(table.weight, std=0.02)
+            nn.init.normal_(table.weight, std=0.1)
         size = d_model // n_heads
         self.register_buffer("frequencies", 1000.0 ** -(torch.arange(0, size, 2) / size), persistent=False)  # (D/H/2,)
 

@@ -91,7 +91,7 @@ class TinyAgent(nn.Module):
         self.blocks = nn.ModuleList([Block(d_model, n_heads) for _ in range(n_layers)])
         self.norm, self.head = nn.LayerNorm(d_model), nn.Linear(d_model, vocab_size, bias=False)
         for table in (self.embed, self.head):
-            nn.init.normal_(table.weight, std=0.02)
+            nn.init.normal_(table.weight, std=0.1)
         size = d_model // n_heads
         self.register_buffer("frequencies", 1000.0 ** -(torch.arange(0, size, 2) / size), persistent=False)  # (D/H/2,)
 
@@ -234,7 +234,7 @@ class Args:
     env_id: Literal["bugfix", "number"] = "bugfix"  # BugFix gym or hidden number
     warm_start_steps: int = 700  # gradient steps
     warm_start_batch_size: int = 32  # explorer episodes in a step
-    warm_start_learning_rate: float = 3e-3  # peak learning rate
+    warm_start_learning_rate: float = 6e-3  # peak learning rate
     warm_start_observations: bool = True  # imitate whole episodes, tool output included; otherwise only the explorer's tokens
     d_model: int = 64  # width of the model
     n_layers: int = 2  # its blocks
