@@ -33,7 +33,7 @@ import numpy as np
 import torch
 import tyro
 
-# ---- 2. Environment ----------------------------------------------------------------------------------------------
+# ---- 2. Environment ------------------------------------------------------------------------------------------------
 
 PIECES = re.compile(r" ?</?\w+>| ?[A-Za-z_]\w*| ?\d| ?(?:->|[=!<>]=|//)| ?[^\w\s]|\n *")  # what a token may be
 
@@ -402,7 +402,7 @@ def longest_episode(env_class, max_turns):
     return env_class.max_prompt + max_turns * (env_class.turn_tokens + env_class.max_observation)
 
 
-# ---- Walk-through, check, play -----------------------------------------------------------------------------------
+# ---- Walk-through, check, play -------------------------------------------------------------------------------------
 
 
 def walk_through(title, actions):

@@ -11,11 +11,11 @@
     start from imitation of an explorer that knows no answer; evaluate greedily on test tasks
 
 Shapes: B episodes = num_groups x group_size (G), K turns, T tokens, V vocabulary, D hidden size.
-What the name covers, as flags (the default is this file's own choice; each line is complete):
-    GRPO, the paper          --baseline mean --norm std --loss-agg seq-mean-token-mean --clip-coef-high 0.2 --kl-coef 0.04
-    Dr. GRPO (2503.20783)    --baseline mean --norm none --loss-agg constant --clip-coef-high 0.2
-    DAPO (2503.14476)        --baseline mean --norm std --loss-agg token-mean --clip-coef-high 0.28 --filter-truncated
-    GRPO++ (DeepSWE)         --baseline loo --norm none --loss-agg constant --clip-coef-high 0.28 --filter-truncated
+What the name covers, as flags (the default is GRPO++ that keeps truncated episodes in the loss):
+    GRPO (paper)            --baseline mean --norm std --loss-agg seq-mean-token-mean --clip-coef-high 0.2 --kl-coef 0.04
+    Dr. GRPO (2503.20783)   --baseline mean --norm none --loss-agg constant --clip-coef-high 0.2
+    DAPO (2503.14476)       --baseline mean --norm std --loss-agg token-mean --clip-coef-high 0.28 --filter-truncated
+    GRPO++ (DeepSWE)        --baseline loo --norm none --loss-agg constant --clip-coef-high 0.28 --filter-truncated
 DAPO's resampling of constant groups and its soft length penalty are left out: constant groups have zero gradient here.
 
     python grpo.py                    # BugFix on the CPU, a few minutes
@@ -44,12 +44,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 import tyro
 
-# ---- 1. Args -----------------------------------------------------------------------------------------------------
+# ---- 1. Args -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Args:
-    seed: int = 1  # seed of the weights, the warm start, the order of training tasks and the sampling noise
+    seed: int = 1  # decides weights, warm start, order of training tasks and sampling noise
     cuda: bool = False  # run on the GPU; without one the script stops
     torch_deterministic: bool = True  # use deterministic kernels only
     track: bool = False  # log to Weights & Biases too; offline where there is no key
@@ -64,12 +64,12 @@ class Args:
     max_grad_norm: float = 1.0  # gradient norm is clipped to this
     temperature: float = 1.0  # sampling temperature, in the rollout and in the loss
     ent_coef: float = 0.0  # coefficient of the entropy bonus
-    mask_observations: bool = True  # keep tool output out of the loss; --no-mask-observations is the ablation that trains on it
-    filter_truncated: bool = False  # leave episodes that ran out of turns or context out of the loss; they still count in the baseline
+    mask_observations: bool = True  # keep tool output out of the loss; the ablation trains on it too
+    filter_truncated: bool = False  # no loss on episodes out of turns or context; they still count in the baseline
     warm_start_steps: int = 700  # gradient steps of imitation before the first iteration
     warm_start_batch_size: int = 32  # explorer episodes in such a step
     warm_start_learning_rate: float = 6e-3  # peak learning rate of the imitation
-    warm_start_observations: bool = True  # imitate whole episodes, tool output included; otherwise only the explorer's own tokens
+    warm_start_observations: bool = True  # imitate tool output too; otherwise only the explorer's own tokens
     eval_every: int = 20  # iterations between evaluations
     eval_tasks: int = 512  # tasks in an evaluation, played greedily
     eval_split: Literal["dev", "test"] = "test"  # tune on dev, report on test
@@ -77,17 +77,17 @@ class Args:
     init_from: Optional[Path] = None  # checkpoint to begin with, instead of the warm start
     resume: Optional[Path] = None  # checkpoint of a run to go on with, in that run's folder
     runs_dir: Path = Path("runs")  # folder of the runs
-    micro_batch_size: int = 32  # episodes in one forward pass of the update; changes speed and memory, not the objective
+    micro_batch_size: int = 32  # episodes in a forward pass of the update: speed and memory, not the objective
     d_model: int = 64  # width of the model
     n_layers: int = 2  # its blocks
     n_heads: int = 4  # its attention heads
     context_length: Optional[int] = None  # its context in tokens (None: the environment's longest episode)
     num_bugs: int = 1  # BugFix: bugs in a task
-    reward: Literal["hidden", "public", "partial", "similarity"] = "hidden"  # BugFix: what pays at submit; public can be hacked. Evaluation always reports hidden-test success
-    tool_cost: Optional[float] = None  # cost of an executed tool call (None: the environment's, 0 in BugFix, 0.05 in hidden number)
+    reward: Literal["hidden", "public", "partial", "similarity"] = "hidden"  # BugFix: what pays at submit
+    tool_cost: Optional[float] = None  # cost of an executed call (None: 0 in BugFix, 0.05 in hidden number)
     tool_cost_warmup: int = 0  # iterations over which the tool cost rises to its value
     process_reward: float = 0.0  # reward of a well-formed call
-    malformed: Optional[Literal["error", "end"]] = None  # what a malformed call gets, an error or the end (None: the environment's)
+    malformed: Optional[Literal["error", "end"]] = None  # what a malformed call gets (None: bugfix error, number end)
 
     # Algorithm specific arguments
     credit: Literal["episode", "turn"] = "episode"  # a token's return: the episode's, or the reward-to-go of its turn
@@ -97,12 +97,12 @@ class Args:
     clip_coef: float = 0.2  # ratio is clipped below at 1 - clip_coef
     clip_coef_high: float = 0.28  # and above at 1 + clip_coef_high
     kl_coef: float = 0.0  # coefficient of the KL penalty to the frozen starting policy
-    loss_agg: Literal["token-mean", "seq-mean-token-mean", "constant"] = "constant"  # how token losses are averaged; constant divides by the token budget of an episode
+    loss_agg: Literal["token-mean", "seq-mean-token-mean", "constant"] = "constant"  # constant: the token budget
     update_epochs: int = 1  # passes over a batch
     num_minibatches: int = 4  # optimizer steps in a pass
 
 
-# ---- 2. Environment ----------------------------------------------------------------------------------------------
+# ---- 2. Environment ------------------------------------------------------------------------------------------------
 
 PIECES = re.compile(r" ?</?\w+>| ?[A-Za-z_]\w*| ?\d| ?(?:->|[=!<>]=|//)| ?[^\w\s]|\n *")  # what a token may be
 
@@ -471,7 +471,7 @@ def longest_episode(env_class, max_turns):
     return env_class.max_prompt + max_turns * (env_class.turn_tokens + env_class.max_observation)
 
 
-# ---- 3. Model ----------------------------------------------------------------------------------------------------
+# ---- 3. Model ------------------------------------------------------------------------------------------------------
 
 
 class Tokenizer:
@@ -618,7 +618,7 @@ def sample_turn(model, cache, starts, pending, uniforms, *, budgets, stop_id, te
     )
 
 
-# ---- 4. Rollout --------------------------------------------------------------------------------------------------
+# ---- 4. Rollout ----------------------------------------------------------------------------------------------------
 
 
 class Batch(NamedTuple):
@@ -743,7 +743,7 @@ def score(model, tokens, mask, temperature):
     return empty.index_put((b, t + 1), logprobs), empty.index_put((b, t + 1), entropy)
 
 
-# ---- 5. Warm start -----------------------------------------------------------------------------------------------
+# ---- 5. Warm start -------------------------------------------------------------------------------------------------
 
 
 def explorer_episodes(tokenizer, env_class, env_options, *, seed, step, num_episodes):
@@ -796,7 +796,7 @@ def warm_start(model, tokenizer, env_class, env_options, *, seed, steps, batch_s
     return metrics | {f"warm_start/loss_{name}": torch.cat(values).mean().item() for name, values in losses.items()}
 
 
-# ---- 6. Advantages -----------------------------------------------------------------------------------------------
+# ---- 6. Advantages -------------------------------------------------------------------------------------------------
 
 
 def returns_to_go(rewards, *, gamma):
@@ -835,7 +835,7 @@ def compute_advantages(rewards, turn_ids, loss_mask, group_ids, *, credit, gamma
     return advantages.gather(1, turn_ids.clamp(min=0)) * loss_mask  # (B, T)
 
 
-# ---- 7. Loss -----------------------------------------------------------------------------------------------------
+# ---- 7. Loss -------------------------------------------------------------------------------------------------------
 
 
 def loss_weights(loss_mask, *, loss_agg, token_budget):
@@ -878,11 +878,11 @@ def compute_loss(newlogprobs, entropy, logprobs, advantages, loss_mask, weights,
     return loss, metrics
 
 
-# ---- 8. Evaluation -----------------------------------------------------------------------------------------------
+# ---- 8. Evaluation -------------------------------------------------------------------------------------------------
 
 
 def play(model, tokenizer, env_class, env_options, tasks, *, temperature, seed, context_length):
-    """Episodes on the tasks with noise of their own, in batches of 256. Returns their Batches: training never notices."""
+    """Episodes on the tasks, as a list of Batches of up to 256, with noise of their own: training never notices."""
     batches = []
     for i in range(0, len(tasks), 256):
         envs = [env_class(**env_options) for _ in tasks[i : i + 256]]
@@ -892,6 +892,41 @@ def play(model, tokenizer, env_class, env_options, tasks, *, temperature, seed, 
     return batches
 
 
+def episode_metrics(batches):
+    """Means over all episodes of the batches, truncated ones included: leaving them out would flatter success."""
+    infos = [info for batch in batches for info in batch.infos]
+    mean = lambda key: sum(info[key] for info in infos) / len(infos)  # noqa: E731
+    return {
+        "success_rate": mean("success"),
+        "episodic_return": sum(batch.rewards.sum().item() for batch in batches) / len(infos),
+        "episodic_length": mean("turns"),
+        "hack_rate": mean("hacked"),
+        "tool_calls": mean("tool_calls"),
+        "invalid_action_rate": mean("errors") / max(mean("turns"), 1e-9),
+        "truncation_rate": sum(info["end"] == "context_limit" for info in infos) / len(infos),
+        "tokens_per_episode": sum(batch.loss_mask.sum().item() for batch in batches) / len(infos),
+    }
+
+
+def evaluate(model, tokenizer, env_class, env_options, *, split, num_tasks, context_length):
+    """Greedy episodes on num_tasks tasks of the split, the same for all scripts and seeds; greedy success on a quarter as
+    many of the unseen pairs; pass@8 at temperature 1 on an eighth of the tasks. Returns (metrics, greedy Batches)."""
+    options = dict(temperature=0, seed=0, context_length=context_length)
+    make_tasks = lambda name, count: [env_class.task(name, i, env_options["num_bugs"]) for i in range(count)]  # noqa: E731
+    tasks = make_tasks(split, num_tasks)
+    batches = play(model, tokenizer, env_class, env_options, tasks, **options)
+    keys = ("success_rate", "episodic_return", "hack_rate", "tool_calls")
+    metrics = {f"eval/{key}": value for key, value in episode_metrics(batches).items() if key in keys}
+    repeated = [task for task in tasks[: num_tasks // 8] for _ in range(8)]
+    sampled = play(model, tokenizer, env_class, env_options, repeated, **options | {"temperature": 1})
+    solved = torch.tensor([info["success"] for batch in sampled for info in batch.infos]).view(-1, 8)
+    metrics["eval/pass@8"] = solved.any(1).float().mean().item()
+    if env_class is BugFixEnv:
+        unseen = play(model, tokenizer, env_class, env_options, make_tasks("unseen", num_tasks // 4), **options)
+        metrics["eval/unseen_pairs_success_rate"] = episode_metrics(unseen)["success_rate"]
+    return metrics, batches
+
+
 def informative_share(successes, samples, group_size):
     """Unbiased estimate, from successes out of samples >= group_size, of the chance that a group has both a success and a
     failure: 1 - C(f, G)/C(n, G) - C(s, G)/C(n, G). (1 - p^G - (1 - p)^G with p = s/n is biased low.)"""
@@ -899,62 +934,33 @@ def informative_share(successes, samples, group_size):
     return 1 - (math.comb(samples - successes, group_size) + math.comb(successes, group_size)) / ways
 
 
-def evaluate(model, tokenizer, env_class, env_options, *, split, num_tasks, context_length):
-    """Greedy success on num_tasks tasks of the split and on the unseen pairs, and pass@8 at temperature 1 on an eighth of
-    the tasks. Returns (metrics, the greedy Batches). The same tasks in all scripts and for all seeds."""
-    num_bugs, rate = env_options["num_bugs"], lambda infos, key: sum(info[key] for info in infos) / len(infos)
-    options = dict(tokenizer=tokenizer, env_class=env_class, env_options=env_options, seed=0, context_length=context_length)
-    tasks = [env_class.task(split, i, num_bugs) for i in range(num_tasks)]
-    unseen = [env_class.task("unseen", i, num_bugs) for i in range(num_tasks // 4)]
-    batches = play(model, tasks=tasks, temperature=0, **options)
-    infos = [info for batch in batches for info in batch.infos]
-    sampled = play(model, tasks=[task for task in tasks[: num_tasks // 8] for _ in range(8)], temperature=1, **options)
-    solved = torch.tensor([info["success"] for batch in sampled for info in batch.infos]).view(-1, 8)
-    metrics = {
-        "eval/success_rate": rate(infos, "success"),
-        "eval/episodic_return": sum(batch.rewards.sum().item() for batch in batches) / num_tasks,
-        "eval/hack_rate": rate(infos, "hacked"),
-        "eval/tool_calls": rate(infos, "tool_calls"),
-        "eval/pass@8": solved.any(1).float().mean().item(),
-    }
-    if env_class is BugFixEnv:
-        found = play(model, tasks=unseen, temperature=0, **options)
-        metrics["eval/unseen_pairs_success_rate"] = rate([info for batch in found for info in batch.infos], "success")
-    return metrics, batches
-
-
 def describe_start(model, tokenizer, env_class, env_options, *, group_size, context_length):
-    """Plays each of 64 training tasks 2 * group_size times at temperature 1. Returns metrics of the starting policy."""
+    """Metrics of the starting policy: each of 64 training tasks played 2 * group_size times at temperature 1."""
     tasks = [env_class.task("train", i, env_options["num_bugs"]) for i in range(64)]
-    n = max(2 * group_size, 8)
+    n = 2 * group_size
     batches = play(model, tokenizer, env_class, env_options, [task for task in tasks for _ in range(n)],
                    temperature=1, seed=1, context_length=context_length)  # fmt: skip
-    infos = [info for batch in batches for info in batch.infos]
-    solved = [sum(info["success"] for info in infos[i : i + n]) for i in range(0, len(infos), n)]
-    return {
-        "start/success_rate": sum(solved) / len(infos),
-        "start/hack_rate": sum(info["hacked"] for info in infos) / len(infos),
-        "start/tool_calls": sum(info["tool_calls"] for info in infos) / len(infos),
-        "start/tasks_never_solved": sum(s == 0 for s in solved) / len(tasks),
-        "start/tasks_sometimes_solved": sum(0 < s < n for s in solved) / len(tasks),
-        "start/tasks_always_solved": sum(s == n for s in solved) / len(tasks),
-        "start/informative_groups": sum(informative_share(s, n, group_size) for s in solved) / len(tasks),
-    }
+    solved = torch.tensor([info["success"] for batch in batches for info in batch.infos]).view(-1, n).sum(1).tolist()
+    metrics = {key: value for key, value in episode_metrics(batches).items() if key in ("success_rate", "hack_rate", "tool_calls")}
+    metrics["tasks_never_solved"] = solved.count(0) / len(tasks)
+    metrics["tasks_always_solved"] = solved.count(n) / len(tasks)
+    metrics["tasks_sometimes_solved"] = 1 - metrics["tasks_never_solved"] - metrics["tasks_always_solved"]
+    metrics["informative_groups"] = sum(informative_share(s, n, group_size) for s in solved) / len(tasks)
+    return {f"start/{key}": value for key, value in metrics.items()}
 
 
 def transcript(tokenizer, batch, row):
-    """One episode as text, one message or observation a line, with the trained tokens between two brackets."""
-    text, trained = "", False
-    for token, mask in zip(batch.tokens[row].tolist(), batch.loss_mask[row].tolist()[: batch.lengths[row]]):
+    """One episode as text, a message or observation a line, trained tokens in brackets."""
+    text, trained = "", 0
+    for token, mask in zip(batch.tokens[row, : batch.lengths[row]].tolist(), batch.loss_mask[row].tolist()):
         if mask != trained:
-            text += "\n⟦" if mask else "⟧\n"
-            trained = mask
+            text, trained = text + ("\n⟦" if mask else "⟧\n"), mask
         text += tokenizer.decode([token])
     info = batch.infos[row]
-    return f"{text}{'⟧' if trained else ''}\nreturn {batch.rewards[row].sum().item():.3g}, success {info['success']}, end: {info['end']}"
+    return f"{text}{'⟧' * bool(trained)}\nreturn {batch.rewards[row].sum().item():.3g}, success {info['success']}, end: {info['end']}"
 
 
-# ---- 9. Training -------------------------------------------------------------------------------------------------
+# ---- 9. Training ---------------------------------------------------------------------------------------------------
 
 
 def refuse(message):
@@ -965,42 +971,35 @@ def refuse(message):
 
 def check_args(args):
     """Refuses flags that cannot work, naming them and a value that does."""
-    positive = ("num_groups", "group_size", "max_turns", "eval_every", "save_every", "eval_tasks", "micro_batch_size", "d_model",
-                "n_layers", "n_heads", "context_length", "num_bugs", "warm_start_batch_size", "learning_rate", "max_grad_norm",
-                "temperature", "warm_start_learning_rate", "update_epochs", "num_minibatches", "clip_coef", "clip_coef_high")  # fmt: skip
+    may_be_zero = ("seed", "num_iterations", "warm_start_steps", "ent_coef", "kl_coef", "tool_cost", "tool_cost_warmup",
+                   "process_reward", "gamma", "step_gamma", "gae_lambda", "step_adv_coef", "vf_coef")  # fmt: skip
     for name, value in vars(args).items():
-        flag = f"--{name.replace('_', '-')}"
-        if isinstance(value, float) and not math.isfinite(value):
-            refuse(f"{flag} {value} is not a finite number; the default is {getattr(Args, name)}")
-        if name in positive and value is not None and value <= 0:
-            refuse(f"{flag} {value} must be positive; try {flag} {getattr(Args, name) or 8}")
-        if isinstance(value, (int, float)) and value < 0:
-            refuse(f"{flag} {value} must not be negative; try {flag} 0")
+        flag = f"--{name.replace('_', '-')} {value}"
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        if not math.isfinite(value) or value < 0 or (value == 0 and name not in may_be_zero):
+            refuse(f"{flag} must be {'a number of at least 0' if name in may_be_zero else 'a positive number'}; "
+                   f"the default is {getattr(Args, name)}")  # fmt: skip
+        if name in ("gamma", "step_gamma", "gae_lambda") and value > 1:
+            refuse(f"{flag} must lie in [0, 1]; try 1")
     if args.cuda and not torch.cuda.is_available():
         refuse("--cuda: this machine has no usable GPU; run without --cuda")
     if args.d_model % (2 * args.n_heads):
         refuse(f"--d-model {args.d_model} must be a multiple of twice --n-heads {args.n_heads}; try --d-model {32 * args.n_heads}")
-    if args.group_size == 1:
-        refuse("--group-size 1 leaves nothing to compare an episode with; try --group-size 8")
-    episodes = args.num_groups * args.group_size
-    if episodes % args.num_minibatches:
-        refuse(f"--num-minibatches {args.num_minibatches} does not divide the --num-groups {args.num_groups} x --group-size "
-               f"{args.group_size} = {episodes} episodes; try --num-minibatches {math.gcd(episodes, args.num_minibatches)}")  # fmt: skip
-    if args.gamma > 1:
-        refuse(f"--gamma {args.gamma} must lie in [0, 1]; try --gamma 1")
     if args.eval_tasks < 8:
         refuse(f"--eval-tasks {args.eval_tasks} is too few for pass@8 on an eighth of them; try --eval-tasks 64")
-    if args.env_id == "bugfix" and args.num_bugs > 3:
-        refuse(f"--num-bugs {args.num_bugs}: the functions admit no more than 3; try --num-bugs 2")
     if args.env_id == "number" and (args.num_bugs != 1 or args.reward != "hidden"):
         refuse("--num-bugs and --reward belong to --env-id bugfix; leave them out with --env-id number")
+    if args.env_id == "bugfix" and args.num_bugs > 2:
+        refuse(f"--num-bugs {args.num_bugs}: few functions admit more than two; try --num-bugs 2")
     if args.init_from and args.resume:
         refuse("--init-from begins a run and --resume goes on with one; give one of them")
 
 
 def load_checkpoint(path, flag):
+    """A checkpoint as a dict, through torch's safe loader: tensors and plain values only."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)  # safe loader: tensors and plain values only
+        return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         refuse(f"{flag} {path}: no such file; checkpoints are runs/<run>/checkpoint.pt")
     except Exception as error:  # torch raises many types for a file that is not a checkpoint
@@ -1009,73 +1008,86 @@ def load_checkpoint(path, flag):
 
 def save_checkpoint(path, **state):
     """Atomic: a kill during the write leaves the previous checkpoint whole."""
-    temporary = path.with_suffix(".tmp")
-    torch.save(state, temporary)
-    os.replace(temporary, path)
+    torch.save(state, path.with_suffix(".tmp"))
+    os.replace(path.with_suffix(".tmp"), path)
 
 
-def start_tracking(args, run_name):
-    """A Weights & Biases run, or None. Without a key it is offline; whatever goes wrong there does not stop the training."""
+def start_tracking(args, name):
+    """A Weights & Biases run, offline where there is no key, or None: its failures do not stop the training."""
     try:
         import wandb
 
         mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
         settings = wandb.Settings(init_timeout=15, silent=True)
-        return wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=run_name, mode=mode,
+        return wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=name, mode=mode,
                           config=json.loads(json.dumps(vars(args), default=str)), settings=settings)  # fmt: skip
-    except Exception as error:  # a tracker's failure, whatever it is, must not cost a run
-        print(f"warning: --track: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; metrics stay local")
-        return None
+    except Exception as error:  # whatever a tracker raises, it must not cost a run
+        print(f"warning: --track: {type(error).__name__}: {error}".splitlines()[0] + "; metrics stay local")
 
 
 def train(args):
     check_args(args)
+    episodes = args.num_groups * args.group_size
+    if args.group_size == 1:
+        refuse("--group-size 1 leaves nothing to compare an episode with; try --group-size 8")
+    if episodes % args.num_minibatches:
+        refuse(f"--num-minibatches {args.num_minibatches} does not divide --num-groups {args.num_groups} x --group-size "
+               f"{args.group_size} = {episodes}; try --num-minibatches {math.gcd(episodes, args.num_minibatches)}")  # fmt: skip
     if args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts, or its first product raises
         torch.use_deterministic_algorithms(True)
-    device = torch.device("cuda" if args.cuda else "cpu")
     start_time = time.time()
+    device = torch.device("cuda" if args.cuda else "cpu")
     env_class = ENVS[args.env_id]
+    max_turns = args.max_turns or env_class.default_turns(args.num_bugs)
     env_options = dict(
-        max_turns=args.max_turns or env_class.default_turns(args.num_bugs), num_bugs=args.num_bugs, reward=args.reward,
-        process_reward=args.process_reward, malformed=args.malformed or env_class.malformed,
+        max_turns=max_turns, num_bugs=args.num_bugs, reward=args.reward, process_reward=args.process_reward,
+        malformed=args.malformed or env_class.malformed,
         tool_cost=env_class.tool_cost if args.tool_cost is None else args.tool_cost,
     )  # fmt: skip
-    max_turns, token_budget = env_options["max_turns"], env_options["max_turns"] * env_class.turn_tokens
+    token_budget = max_turns * env_class.turn_tokens
     context_length = args.context_length or longest_episode(env_class, max_turns)
     tokenizer = Tokenizer(env_class.vocabulary())
     torch.manual_seed(args.seed)
-    model = TinyAgent(len(tokenizer.words), d_model=args.d_model, n_layers=args.n_layers, n_heads=args.n_heads).to(device)
+    sizes = dict(d_model=args.d_model, n_layers=args.n_layers, n_heads=args.n_heads)
+    model = TinyAgent(len(tokenizer.words), **sizes).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
 
     # A run is a folder: args.json, metrics.jsonl, checkpoint.pt
     plain_args = json.loads(json.dumps(vars(args), default=str))
-    first_iteration, checkpoint = 1, None
+    checkpoint, iteration, totals = None, 0, {"global_step": 0, "charts/total_tokens": 0, "charts/total_episodes": 0}
     if args.resume:
         checkpoint = load_checkpoint(args.resume, "--resume")
+        if "optimizer" not in checkpoint:
+            refuse(f"--resume {args.resume}: not a checkpoint of an unfinished run; try --init-from to begin one with it")
         run_dir, free = args.resume.parent, ("resume", "track", "wandb_project_name", "wandb_entity", "runs_dir", "save_every")
-        for name, value in checkpoint.get("args", {}).items():
+        for name, value in checkpoint["args"].items():
             if name not in free and plain_args.get(name) != value:
                 refuse(f"--resume: the run had --{name.replace('_', '-')} {value}, not {plain_args.get(name)}; give it again")
-        if "optimizer" not in checkpoint:
-            refuse(f"--resume {args.resume}: this checkpoint has no optimizer state; use --init-from to begin a run with it")
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-        first_iteration = checkpoint["iteration"] + 1
+        iteration, totals = checkpoint["iteration"], checkpoint["totals"]
         lines = [line for line in (run_dir / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
-        kept = [line for line in lines if json.loads(line)["iteration"] < first_iteration]
-        (run_dir / "metrics.jsonl").write_text("".join(line + "\n" for line in kept))
+        kept = [line + "\n" for line in lines if json.loads(line)["iteration"] <= iteration]
+        (run_dir / "metrics.jsonl").write_text("".join(kept))
     else:
         run_dir = args.runs_dir / f"{Path(__file__).stem}__{args.env_id}__{args.seed}__{int(time.time())}_{os.getpid()}"
+        start = load_checkpoint(args.init_from, "--init-from") if args.init_from else None
         try:
+            if start:
+                model.load_state_dict(start["model"])
             run_dir.mkdir(parents=True)
             (run_dir / "args.json").write_text(json.dumps(plain_args, indent=2))
+        except (KeyError, TypeError, RuntimeError):
+            refuse(f"--init-from {args.init_from}: its model does not fit --env-id {args.env_id} and the flags of the model's size")
         except OSError as error:
             refuse(f"--runs-dir {args.runs_dir}: {error.strerror}; give a folder that can be written, e.g. --runs-dir /tmp/runs")
-    tracker = start_tracking(args, run_dir.name) if args.track else None
     metrics_file = open(run_dir / "metrics.jsonl", "a")
-    num_parameters = sum(p.numel() for p in model.parameters())
-    print(f"{run_dir} on {device}: {num_parameters:,} parameters, context {context_length}, {len(tokenizer.words)} words", flush=True)
+    tracker = start_tracking(args, run_dir.name) if args.track else None
+    print(f"{run_dir} on {device}: {sum(p.numel() for p in model.parameters()):,} parameters, context {context_length}", flush=True)
+
+    def report(title, metrics):
+        print(f"  {title}: " + "  ".join(f"{key.split('/')[1]} {value:.4g}" for key, value in metrics.items()), flush=True)
 
     def log(iteration, metrics):
         metrics_file.write(json.dumps({"iteration": iteration} | metrics) + "\n")
@@ -1083,39 +1095,29 @@ def train(args):
         if tracker:
             tracker.log(metrics, step=iteration)
 
-    def run_evaluation(show_transcript):
-        metrics, batches = evaluate(model, tokenizer, env_class, env_options, split=args.eval_split, num_tasks=args.eval_tasks,
-                                    context_length=context_length)  # fmt: skip
-        line = "  ".join(f"{key.removeprefix('eval/')} {value:.3f}" for key, value in metrics.items())
-        print(f"  eval on {args.eval_split} tasks: {line}", flush=True)
-        if show_transcript:
+    def run_evaluation():
+        metrics, batches = evaluate(model, tokenizer, env_class, env_options, split=args.eval_split,
+                                    num_tasks=args.eval_tasks, context_length=context_length)  # fmt: skip
+        report(f"{args.eval_split} tasks", metrics)
+        if iteration in (0, args.num_iterations):
             print(transcript(tokenizer, batches[0], 0), flush=True)
         return metrics
 
     if checkpoint is None:
         metrics = {}
-        if args.init_from:
-            start = load_checkpoint(args.init_from, "--init-from")
-            try:
-                model.load_state_dict(start["model"])
-            except (KeyError, TypeError, RuntimeError):
-                refuse(f"--init-from {args.init_from}: its model does not fit --env-id {args.env_id} and the model's size flags")
-        else:
+        if not args.init_from:
             metrics = warm_start(model, tokenizer, env_class, env_options, seed=args.seed, steps=args.warm_start_steps,
                                  batch_size=args.warm_start_batch_size, learning_rate=args.warm_start_learning_rate,
                                  observations=args.warm_start_observations, device=device)  # fmt: skip
-            print("  warm start: " + "  ".join(f"{key.removeprefix('warm_start/')} {value:.4g}" for key, value in metrics.items()))
-        metrics |= describe_start(model, tokenizer, env_class, env_options, group_size=args.group_size, context_length=context_length)
-        print("  start: " + "  ".join(f"{key.removeprefix('start/')} {value:.3f}" for key, value in metrics.items() if "start/" == key[:6]))
-        log(0, metrics | run_evaluation(show_transcript=True))
-        totals = {"global_step": 0, "charts/total_tokens": 0, "charts/total_episodes": 0}
-    else:
-        totals = checkpoint["totals"]
+            report("warm start", metrics)
+        described = describe_start(model, tokenizer, env_class, env_options, group_size=args.group_size, context_length=context_length)
+        report("start", described)
+        log(0, metrics | described | run_evaluation())
     reference = deepcopy(model).requires_grad_(False)  # pi_ref of the KL penalty: the starting policy
     if checkpoint is not None:
         reference.load_state_dict(checkpoint["reference"])
 
-    for iteration in range(first_iteration, args.num_iterations + 1):
+    for iteration in range(iteration + 1, args.num_iterations + 1):
         iteration_start = time.time()
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
 
@@ -1123,44 +1125,41 @@ def train(args):
         tool_cost = env_options["tool_cost"] * min(1.0, iteration / max(1, args.tool_cost_warmup))
         indices = np.random.default_rng([args.seed, iteration]).integers(2**31, size=args.num_groups)
         tasks = [env_class.task("train", int(i), args.num_bugs) for i in indices for _ in range(args.group_size)]
-        envs = [env_class(**{**env_options, "tool_cost": tool_cost}) for _ in tasks]
+        envs = [env_class(**env_options | {"tool_cost": tool_cost}) for _ in tasks]
         group_ids = torch.arange(args.num_groups).repeat_interleave(args.group_size)
-        uniforms = draw_uniforms(args.seed, iteration, len(tasks), token_budget)
+        uniforms = draw_uniforms(args.seed, iteration, episodes, token_budget)
         batch = rollout(model, tokenizer, envs, tasks, group_ids, uniforms, temperature=args.temperature, context_length=context_length)
         rollout_seconds = time.time() - iteration_start
 
-        # Which tokens are trained: the sampled ones; with --no-mask-observations the tools' output too
+        # Which tokens are trained: the sampled ones; with --no-mask-observations what the tools wrote too
         loss_mask = batch.loss_mask if args.mask_observations else (batch.turn_ids >= 0).float()
         if args.filter_truncated:
-            ends = [info["end"] in ("turn_limit", "context_limit") for info in batch.infos]
-            loss_mask = loss_mask * ~torch.tensor(ends, device=device)[:, None]
+            cut = torch.tensor([info["end"] in ("turn_limit", "context_limit") for info in batch.infos], device=device)
+            loss_mask = loss_mask * ~cut[:, None]
         advantages = compute_advantages(batch.rewards, batch.turn_ids, loss_mask, batch.group_ids, credit=args.credit,
                                         gamma=args.gamma, baseline=args.baseline, norm=args.norm)  # fmt: skip
 
-        # Update
-        update_start = time.time()
-        model_metrics, num_steps = {}, 0
-        needs_all_rows = args.kl_coef > 0 or args.ent_coef > 0
-        has_signal = advantages.any(1) | needs_all_rows
+        # Update: rows without an advantage have no gradient; sorted apart, they take the forward pass only
+        update_start, update_metrics, num_steps = time.time(), {}, 0
+        has_signal = advantages.any(1) | (args.kl_coef > 0) | (args.ent_coef > 0)
         for epoch in range(args.update_epochs):
             generator = torch.Generator().manual_seed(derive_seed(args.seed, iteration, epoch))
-            for mb_inds in torch.randperm(len(tasks), generator=generator).to(device).chunk(args.num_minibatches):
+            for mb_inds in torch.randperm(episodes, generator=generator).to(device).chunk(args.num_minibatches):
                 # Denominators are those of the whole minibatch, so that micro_batch_size does not change the objective
                 weights = loss_weights(loss_mask[mb_inds], loss_agg=args.loss_agg, token_budget=token_budget)
                 token_count = loss_mask[mb_inds].sum().clamp(min=1)
+                sums = {"losses/grad_norm": torch.zeros((), device=device)}
                 optimizer.zero_grad()
-                sums = {}
-                # Rows without an advantage have no gradient: sorted apart, they take the forward pass only
-                order = (batch.lengths[mb_inds] + 10**6 * has_signal[mb_inds]).argsort()
-                for micro in order.split(args.micro_batch_size):
-                    inds, length = mb_inds[micro], batch.lengths[mb_inds[micro]].max()
+                for micro in (batch.lengths[mb_inds] + 10**6 * has_signal[mb_inds]).argsort().split(args.micro_batch_size):
+                    inds = mb_inds[micro]
+                    length = batch.lengths[inds].max()
                     tokens, mask = batch.tokens[inds, :length], loss_mask[inds, :length]
+                    ref_logprobs = None
+                    if args.kl_coef > 0:
+                        with torch.no_grad():
+                            ref_logprobs, _ = score(reference, tokens, mask, args.temperature)
                     with torch.set_grad_enabled(bool(has_signal[inds].any())):
                         newlogprobs, entropy = score(model, tokens, mask, args.temperature)
-                        ref_logprobs = None
-                        if args.kl_coef > 0:
-                            with torch.no_grad():
-                                ref_logprobs, _ = score(reference, tokens, mask, args.temperature)
                         loss, micro_sums = compute_loss(
                             newlogprobs, entropy, batch.logprobs[inds, :length], advantages[inds, :length], mask,
                             weights[micro, :length], ref_logprobs, clip_coef=args.clip_coef,
@@ -1169,64 +1168,50 @@ def train(args):
                     if loss.requires_grad:
                         loss.backward()
                     for key, value in micro_sums.items():
-                        sums[key] = sums.get(key, 0.0) + value
-                grad_norm = torch.zeros((), device=device)
+                        sums[key] = sums.get(key, 0.0) + (value if key == "losses/policy_loss" else value / token_count)
                 if has_signal[mb_inds].any():  # without any signal Adam's momentum alone would move the weights
                     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                     if not grad_norm.isfinite():
                         save_checkpoint(run_dir / "checkpoint.pt", model=model.state_dict(), args=plain_args, iteration=iteration - 1)
-                        print(f"error: gradient norm {grad_norm.item()} in iteration {iteration}; the weights before it are in "
-                              f"{run_dir / 'checkpoint.pt'}, the last metrics in {metrics_file.name}", file=sys.stderr)  # fmt: skip
+                        print(f"error: gradient norm {grad_norm.item()} in iteration {iteration}; finite weights are in "
+                              f"{run_dir}/checkpoint.pt, the last metrics in {run_dir}/metrics.jsonl", file=sys.stderr)  # fmt: skip
                         sys.exit(1)
+                    sums["losses/grad_norm"] = grad_norm
                     optimizer.step()
                     num_steps += 1
                 for key, value in sums.items():
-                    mean = value if key == "losses/policy_loss" else value / token_count
-                    model_metrics.setdefault(key, []).append(mean)
-                model_metrics.setdefault("losses/grad_norm", []).append(grad_norm)
-        update_seconds = time.time() - update_start
+                    update_metrics.setdefault(key, []).append(value)
 
-        # Log: means over all minibatches, and over all the iteration's episodes
-        infos, turns = batch.infos, sum(info["turns"] for info in batch.infos)
-        returns = batch.rewards.sum(1)
-        by_group = returns.view(args.num_groups, args.group_size)
-        constant_groups = (by_group.amax(1) - by_group.amin(1) < 1e-8).float().mean().item()
-        trained = advantages[loss_mask > 0]
+        # Log: means over all the iteration's episodes, and over all minibatches
+        turns = sum(info["turns"] for info in batch.infos)
         totals["global_step"] += turns
         totals["charts/total_tokens"] += int(batch.loss_mask.sum())
-        totals["charts/total_episodes"] += len(infos)
+        totals["charts/total_episodes"] += episodes
+        returns = batch.rewards.sum(1).view(args.num_groups, args.group_size)
+        trained = advantages[loss_mask > 0] if loss_mask.any() else torch.zeros(1)
         seconds = time.time() - iteration_start
-        metrics = {
-            "charts/episodic_return": returns.mean().item(),
-            "charts/episodic_length": turns / len(infos),
-            "charts/success_rate": sum(info["success"] for info in infos) / len(infos),
-            "charts/hack_rate": sum(info["hacked"] for info in infos) / len(infos),
-            "charts/tool_calls": sum(info["tool_calls"] for info in infos) / len(infos),
-            "charts/invalid_action_rate": sum(info["errors"] for info in infos) / max(1, turns),
-            "charts/truncation_rate": batch.truncated.float().mean().item(),
-            "charts/tokens_per_episode": batch.loss_mask.sum().item() / len(infos),
-            "charts/frac_zero_std_groups": constant_groups,
+        metrics = {f"charts/{key}": value for key, value in episode_metrics([batch]).items()} | totals
+        metrics |= {key: torch.stack(values).mean().item() for key, values in update_metrics.items()}
+        metrics |= {
+            "charts/frac_zero_std_groups": (returns.amax(1) - returns.amin(1) < 1e-8).float().mean().item(),
             "charts/learning_rate": optimizer.param_groups[0]["lr"],
             "charts/SPS": turns / seconds,
-            **totals,
-            "losses/advantage_mean": trained.mean().item() if len(trained) else 0.0,
-            "losses/advantage_std": trained.std().item() if len(trained) > 1 else 0.0,
-            **{key: torch.stack(values).mean().item() for key, values in model_metrics.items()},
+            "losses/advantage_mean": trained.mean().item(),
+            "losses/advantage_std": trained.std(correction=0).item(),
             "time/rollout": rollout_seconds,
-            "time/env": sum(info["env_seconds"] for info in infos),
-            "time/update": update_seconds,
+            "time/env": sum(info["env_seconds"] for info in batch.infos),
+            "time/update": time.time() - update_start,
         }
-        remaining = (args.num_iterations - iteration) * seconds
-        print(f"{iteration}/{args.num_iterations}  success {metrics['charts/success_rate']:.3f}  return {metrics['charts/episodic_return']:.3f}"
-              f"  tool calls {metrics['charts/tool_calls']:.2f}  turns {metrics['charts/episodic_length']:.2f}"
-              f"  entropy {metrics['losses/entropy']:.3f}  kl {metrics['losses/approx_kl']:.4f}  constant groups {constant_groups:.2f}"
-              f"  {seconds:.2f}s, {remaining:.0f}s left", flush=True)  # fmt: skip
+        shown = ("charts/success_rate", "charts/episodic_return", "charts/tool_calls", "losses/entropy", "losses/approx_kl",
+                 "charts/frac_zero_std_groups")  # fmt: skip
+        print(f"{iteration}/{args.num_iterations}  " + "  ".join(f"{key.split('/')[1]} {metrics[key]:.3f}" for key in shown)
+              + f"  {seconds:.2f}s, {(args.num_iterations - iteration) * seconds:.0f}s left", flush=True)  # fmt: skip
         if metrics["charts/truncation_rate"] == 1:
-            print("warning: every episode was cut by the context: nothing can be learned; raise --context-length", flush=True)
+            print("warning: every episode was cut by the context, nothing can be learned; raise --context-length", flush=True)
         elif num_steps == 0:
             print("warning: every group is constant, no optimizer step was taken", flush=True)
         if iteration % args.eval_every == 0 or iteration == args.num_iterations:
-            metrics |= run_evaluation(show_transcript=iteration == args.num_iterations)
+            metrics |= run_evaluation()
         log(iteration, metrics)
         if iteration % args.save_every == 0 or iteration == args.num_iterations:
             save_checkpoint(run_dir / "checkpoint.pt", model=model.state_dict(), optimizer=optimizer.state_dict(), args=plain_args,

@@ -24,7 +24,7 @@ import tyro
 
 from bugfix_env import ENVS, PIECES, longest_episode
 
-# ---- 3. Model ----------------------------------------------------------------------------------------------------
+# ---- 3. Model ------------------------------------------------------------------------------------------------------
 
 
 class Tokenizer:
@@ -171,7 +171,7 @@ def sample_turn(model, cache, starts, pending, uniforms, *, budgets, stop_id, te
     )
 
 
-# ---- 5. Warm start -----------------------------------------------------------------------------------------------
+# ---- 5. Warm start -------------------------------------------------------------------------------------------------
 
 
 def explorer_episodes(tokenizer, env_class, env_options, *, seed, step, num_episodes):
@@ -224,7 +224,7 @@ def warm_start(model, tokenizer, env_class, env_options, *, seed, steps, batch_s
     return metrics | {f"warm_start/loss_{name}": torch.cat(values).mean().item() for name, values in losses.items()}
 
 
-# ---- Imitation and a sampled episode -----------------------------------------------------------------------------
+# ---- Imitation and a sampled episode -------------------------------------------------------------------------------
 
 
 @dataclass
