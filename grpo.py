@@ -816,15 +816,15 @@ def compute_advantages(rewards, turn_ids, loss_mask, group_ids, *, credit, gamma
     rewards (B, K), turn_ids and loss_mask (B, T), group_ids (B,) in any order. credit "episode" gives every token the
     episode's return R from turn 0; "turn" gives it the reward-to-go of its turn. Both subtract the group's mean of R
     (GRPO, eq. of section 4.1.2 in 2402.03300), or the mean over the group's other episodes (RLOO, 2402.14740).
-    norm "std" divides by the group's unbiased standard deviation + 1e-6. A group of equal returns, like a group of one,
-    gives exactly 0: rounding must not be divided by 1e-6.
+    norm "std" divides by the group's unbiased standard deviation + 1e-6. In a group of equal R the baseline is exactly R, so
+    that rounding is never divided by 1e-6: with credit "episode" its advantages are exactly 0. So are those of a group of one.
     """
     returns = returns_to_go(rewards, gamma=gamma)  # (B, K)
     R = returns[:, 0]
     same = (group_ids[:, None] == group_ids[None, :]).to(R.dtype)  # (B, B) 1 = same group
     size = same.sum(1)
     mean = same @ R / size
-    constant = (same * (R[:, None] - R[None, :]).abs()).amax(1) < 1e-8
+    constant = (same * (R[:, None] - R[None, :]).abs()).amax(1) < 1e-6
     center = mean if baseline == "mean" else (same @ R - R) / (size - 1).clamp(min=1)
     center = torch.where(constant, R, center)
     advantages = (returns if credit == "turn" else R[:, None].expand_as(returns)) - center[:, None]  # (B, K)
@@ -1193,7 +1193,7 @@ def train(args):
         metrics = {f"charts/{key}": value for key, value in episode_metrics([batch]).items()} | totals
         metrics |= {key: torch.stack(values).mean().item() for key, values in update_metrics.items()}
         metrics |= {
-            "charts/frac_zero_std_groups": (returns.amax(1) - returns.amin(1) < 1e-8).float().mean().item(),
+            "charts/frac_zero_std_groups": (returns.amax(1) - returns.amin(1) < 1e-6).float().mean().item(),
             "charts/learning_rate": optimizer.param_groups[0]["lr"],
             "charts/SPS": turns / seconds,
             "losses/advantage_mean": trained.mean().item(),
