@@ -751,7 +751,7 @@ def explorer_episodes(tokenizer, env_class, env_options, *, seed, step, num_epis
 
     Returns tokens (B, T), and kinds (B, T): 0 prompt and padding, 1 the explorer's own, 2 and up an observation of the
     tool at that place in env_class.tools."""
-    rng = np.random.default_rng([seed, step])
+    rng = np.random.default_rng([seed, step, 1])
     rows, row_kinds, task = [], [], None
     for n in range(num_episodes):
         if n % 8 == 0:
@@ -1141,46 +1141,48 @@ def train(args):
 
         # Update: rows without an advantage have no gradient; sorted apart, they take the forward pass only
         update_start, update_metrics, num_steps = time.time(), {}, 0
-        has_signal = advantages.any(1) | (args.kl_coef > 0) | (args.ent_coef > 0)
+        has_signal = advantages.any(1) | loss_mask.any(1) & (args.kl_coef > 0 or args.ent_coef > 0)
+        minibatches = []
         for epoch in range(args.update_epochs):
-            generator = torch.Generator().manual_seed(derive_seed(args.seed, iteration, epoch))
-            for mb_inds in torch.randperm(episodes, generator=generator).to(device).chunk(args.num_minibatches):
-                # Denominators are those of the whole minibatch, so that micro_batch_size does not change the objective
-                weights = loss_weights(loss_mask[mb_inds], loss_agg=args.loss_agg, token_budget=token_budget)
-                token_count = loss_mask[mb_inds].sum().clamp(min=1)
-                sums = {"losses/grad_norm": torch.zeros((), device=device)}
-                optimizer.zero_grad()
-                for micro in (batch.lengths[mb_inds] + 10**6 * has_signal[mb_inds]).argsort().split(args.micro_batch_size):
-                    inds = mb_inds[micro]
-                    length = batch.lengths[inds].max()
-                    tokens, mask = batch.tokens[inds, :length], loss_mask[inds, :length]
-                    ref_logprobs = None
-                    if args.kl_coef > 0:
-                        with torch.no_grad():
-                            ref_logprobs, _ = score(reference, tokens, mask, args.temperature)
-                    with torch.set_grad_enabled(bool(has_signal[inds].any())):
-                        newlogprobs, entropy = score(model, tokens, mask, args.temperature)
-                        loss, micro_sums = compute_loss(
-                            newlogprobs, entropy, batch.logprobs[inds, :length], advantages[inds, :length], mask,
-                            weights[micro, :length], ref_logprobs, clip_coef=args.clip_coef,
-                            clip_coef_high=args.clip_coef_high, kl_coef=args.kl_coef, ent_coef=args.ent_coef,
-                        )  # fmt: skip
-                    if loss.requires_grad:
-                        loss.backward()
-                    for key, value in micro_sums.items():
-                        sums[key] = sums.get(key, 0.0) + (value if key == "losses/policy_loss" else value / token_count)
-                if has_signal[mb_inds].any():  # without any signal Adam's momentum alone would move the weights
-                    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-                    if not grad_norm.isfinite():
-                        save_checkpoint(run_dir / "checkpoint.pt", model=model.state_dict(), args=plain_args, iteration=iteration - 1)
-                        print(f"error: gradient norm {grad_norm.item()} in iteration {iteration}; finite weights are in "
-                              f"{run_dir}/checkpoint.pt, the last metrics in {run_dir}/metrics.jsonl", file=sys.stderr)  # fmt: skip
-                        sys.exit(1)
-                    sums["losses/grad_norm"] = grad_norm
-                    optimizer.step()
-                    num_steps += 1
-                for key, value in sums.items():
-                    update_metrics.setdefault(key, []).append(value)
+            generator = torch.Generator().manual_seed(derive_seed(args.seed, iteration, 1 + epoch))
+            minibatches += torch.randperm(episodes, generator=generator).to(device).chunk(args.num_minibatches)
+        for mb_inds in minibatches:
+            # Denominators are those of the whole minibatch, so that micro_batch_size does not change the objective
+            weights = loss_weights(loss_mask[mb_inds], loss_agg=args.loss_agg, token_budget=token_budget)
+            token_count = loss_mask[mb_inds].sum().clamp(min=1)
+            sums = {"losses/grad_norm": torch.zeros((), device=device)}
+            optimizer.zero_grad()
+            for micro in (batch.lengths[mb_inds] + 10**6 * has_signal[mb_inds]).argsort().split(args.micro_batch_size):
+                inds = mb_inds[micro]
+                length = batch.lengths[inds].max()
+                tokens, mask = batch.tokens[inds, :length], loss_mask[inds, :length]
+                ref_logprobs = None
+                if args.kl_coef > 0:
+                    with torch.no_grad():
+                        ref_logprobs, _ = score(reference, tokens, mask, args.temperature)
+                with torch.set_grad_enabled(bool(has_signal[inds].any())):
+                    newlogprobs, entropy = score(model, tokens, mask, args.temperature)
+                    loss, micro_sums = compute_loss(
+                        newlogprobs, entropy, batch.logprobs[inds, :length], advantages[inds, :length], mask,
+                        weights[micro, :length], ref_logprobs, clip_coef=args.clip_coef,
+                        clip_coef_high=args.clip_coef_high, kl_coef=args.kl_coef, ent_coef=args.ent_coef,
+                    )  # fmt: skip
+                if loss.requires_grad:
+                    loss.backward()
+                for key, value in micro_sums.items():
+                    sums[key] = sums.get(key, 0.0) + (value if key == "losses/policy_loss" else value / token_count)
+            if has_signal[mb_inds].any():  # without any signal Adam's momentum alone would move the weights
+                grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+                if not grad_norm.isfinite():
+                    save_checkpoint(run_dir / "checkpoint.pt", model=model.state_dict(), args=plain_args, iteration=iteration - 1)
+                    print(f"error: gradient norm {grad_norm.item()} in iteration {iteration}; finite weights are in "
+                          f"{run_dir}/checkpoint.pt, the last metrics in {run_dir}/metrics.jsonl", file=sys.stderr)  # fmt: skip
+                    sys.exit(1)
+                sums["losses/grad_norm"] = grad_norm
+                optimizer.step()
+                num_steps += 1
+            for key, value in sums.items():
+                update_metrics.setdefault(key, []).append(value)
 
         # Log: means over all the iteration's episodes, and over all minibatches
         turns = sum(info["turns"] for info in batch.infos)
