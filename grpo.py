@@ -66,7 +66,7 @@ class Args:
     ent_coef: float = 0.0  # coefficient of the entropy bonus
     mask_observations: bool = True  # keep tool output out of the loss; the ablation trains on it too
     filter_truncated: bool = False  # no loss on episodes out of turns or context; they still count in the baseline
-    warm_start_steps: int = 700  # gradient steps of imitation before the first iteration
+    warm_start_steps: int = 400  # gradient steps of imitation before the first iteration
     warm_start_batch_size: int = 32  # explorer episodes in such a step
     warm_start_learning_rate: float = 6e-3  # peak learning rate of the imitation
     warm_start_observations: bool = True  # imitate tool output too; otherwise only the explorer's own tokens
@@ -1095,6 +1095,10 @@ def train(args):
         if tracker:
             tracker.log(metrics, step=iteration)
 
+    def save(iteration):
+        save_checkpoint(run_dir / "checkpoint.pt", model=model.state_dict(), optimizer=optimizer.state_dict(), args=plain_args,
+                        reference=reference.state_dict(), iteration=iteration, totals=totals)  # fmt: skip
+
     def run_evaluation():
         metrics, batches = evaluate(model, tokenizer, env_class, env_options, split=args.eval_split,
                                     num_tasks=args.eval_tasks, context_length=context_length)  # fmt: skip
@@ -1114,7 +1118,9 @@ def train(args):
         report("start", described)
         log(0, metrics | described | run_evaluation())
     reference = deepcopy(model).requires_grad_(False)  # pi_ref of the KL penalty: the starting policy
-    if checkpoint is not None:
+    if checkpoint is None:
+        save(0)
+    else:
         reference.load_state_dict(checkpoint["reference"])
 
     for iteration in range(iteration + 1, args.num_iterations + 1):
@@ -1216,8 +1222,7 @@ def train(args):
             metrics |= run_evaluation()
         log(iteration, metrics)
         if iteration % args.save_every == 0 or iteration == args.num_iterations:
-            save_checkpoint(run_dir / "checkpoint.pt", model=model.state_dict(), optimizer=optimizer.state_dict(), args=plain_args,
-                            reference=reference.state_dict(), iteration=iteration, totals=totals)  # fmt: skip
+            save(iteration)
     metrics_file.close()
     print(f"done in {time.time() - start_time:.0f}s: {run_dir}", flush=True)
     if tracker:

@@ -179,7 +179,7 @@ def explorer_episodes(tokenizer, env_class, env_options, *, seed, step, num_epis
 
     Returns tokens (B, T), and kinds (B, T): 0 prompt and padding, 1 the explorer's own, 2 and up an observation of the
     tool at that place in env_class.tools."""
-    rng = np.random.default_rng([seed, step])
+    rng = np.random.default_rng([seed, step, 1])
     rows, row_kinds, task = [], [], None
     for n in range(num_episodes):
         if n % 8 == 0:
@@ -232,7 +232,7 @@ class Args:
     seed: int = 1  # seed of the weights and of the explorer
     cuda: bool = False  # run on the GPU; without one the script stops
     env_id: Literal["bugfix", "number"] = "bugfix"  # BugFix gym or hidden number
-    warm_start_steps: int = 700  # gradient steps
+    warm_start_steps: int = 400  # gradient steps
     warm_start_batch_size: int = 32  # explorer episodes in a step
     warm_start_learning_rate: float = 6e-3  # peak learning rate
     warm_start_observations: bool = True  # imitate whole episodes, tool output included; otherwise only the explorer's tokens

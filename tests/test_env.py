@@ -271,7 +271,8 @@ def test_broken_files_pass_nothing(source):
 # ---- Calls, turns and ends ---------------------------------------------------------------------------------------
 
 MALFORMED = ["", "read", "<call> read", "read </call>", "<call>  read </call>", "<call> read </call>\n",
-             "<call> </call>", "<call> edit swap_minmax now </call>", "<call> read </call><call> submit </call>", "<pad>" * 6]  # fmt: skip
+             "<call> </call>", "<call> edit swap_minmax now </call>", "<call> read </call><call> submit </call>",
+             "<pad>" * 6]  # fmt: skip
 USELESS = {"<call> fly </call>": "unknown tool", "<call> edit </call>": "unknown tool",
            "<call> read twice </call>": "unknown tool", "<call> submit now </call>": "unknown tool",
            "<call> edit fly </call>": "unknown op", "<call> edit swap_andor </call>": "no change"}  # fmt: skip
@@ -396,7 +397,7 @@ def anchor(*calls, task=TASK_0):
 
 
 def test_anchors_are_source_and_last_observation():
-    """Catches an anchor that holds the history or a step counter, or misses a change that the policy sees (report 36)."""
+    """Catches an anchor that holds the history or a step counter, or misses a visible change (report 36)."""
     assert anchor("read") == anchor("test", "read") == anchor("read", "read") == anchor(RIGHT, RIGHT, "read")
     assert anchor("test") == anchor("fly", "test") and anchor("fly") == anchor("fly", "sing")
     assert anchor(RIGHT) == anchor("read", "test", RIGHT) == anchor(RIGHT, RIGHT, RIGHT)

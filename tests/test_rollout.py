@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import grpo  # noqa: E402
 from grpo import TASK_0, BugFixEnv, NumberEnv  # noqa: E402
 
+torch.set_num_threads(1)  # these models are too small to share
+
 READ, TEST, SUBMIT = "<call> read </call>", "<call> test </call>", "<call> submit </call>"
 RIGHT, HACK = "<call> edit swap_minmax </call>", "<call> edit hardcode_tests </call>"
 SOLVED = TASK_0._replace(source=TASK_0.fix)
@@ -34,7 +36,8 @@ def random_model(env_class=BugFixEnv, seed=0):
     tokenizer = TOKENIZERS[env_class]
     model = grpo.TinyAgent(len(tokenizer.words), d_model=16, n_layers=2, n_heads=2)
     bias = torch.zeros(len(tokenizer.words))
-    bias[[tokenizer.ids[word] for word in ([" </call>"] if env_class is BugFixEnv else [" call", " ans"])]] = 5.0
+    for word in [" </call>"] if env_class is BugFixEnv else [" call", " ans", *(f" {x}" for x in range(8))]:
+        bias[tokenizer.ids[word]] = 5.0 if env_class is BugFixEnv else 2.5
     model.head.bias = torch.nn.Parameter(bias)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -78,7 +81,7 @@ def play_script(monkeypatch, scripts, tasks, *, env_class=SpyEnv, max_turns=6, c
 
     monkeypatch.setattr(grpo, "sample_tokens", sampler)
     envs = [env_class(max_turns=max_turns, **options) for _ in scripts]
-    batch = grpo.rollout(model or random_model(base), tokenizer, envs, tasks, torch.arange(len(scripts)), (ids + 0.5) / V,
+    batch = grpo.rollout(model or random_model(base), tokenizer, envs, tasks, torch.arange(len(envs)), (ids + 0.5) / V,
                          temperature=temperature, context_length=context_length)  # fmt: skip
     return batch, envs
 
@@ -390,7 +393,7 @@ def test_score_equals_the_rollouts_logprobs(monkeypatch, temperature, scripted):
             assert difference.abs().max() < 1e-4 and (difference.exp() - 1).abs().max() < 1e-4
             assert not logprobs[mask == 0].any() and not entropy[mask == 0].any() and (entropy[mask > 0] > 0).all()
         other, _ = grpo.score(model, batch.tokens, batch.loss_mask, temperature * 0.8)
-        assert (other - batch.logprobs)[batch.loss_mask > 0].abs().max() > 0.1, "the model cannot tell temperatures apart"
+        assert (other - batch.logprobs)[batch.loss_mask > 0].abs().max() > 0.1, "the model is blind to this"
 
 
 def test_sampler_draws_at_the_temperature():

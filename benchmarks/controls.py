@@ -1,0 +1,66 @@
+"""Are tools used, or decoration? Plays trained BugFix policies with the tool outputs of another task.
+
+    python benchmarks/controls.py runs/*/checkpoint.pt
+
+For each checkpoint: greedy success on the test tasks as they are, and with every observation replaced by what the same
+call would have returned in the next task. A policy that reads loses; one that edits by habit or by the prompt does not.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from grpo import BugFixEnv, TinyAgent, Tokenizer, episode_metrics, longest_episode, play
+
+
+class SwappedEnv(BugFixEnv):
+    """Acts on its own task, shows the observations of another: reset takes the pair (own, other)."""
+
+    def reset(self, tasks):
+        own, other = tasks
+        self.other = BugFixEnv(max_turns=self.max_turns)
+        self.other.reset(other)
+        return super().reset(own)
+
+    def step(self, action):
+        _, *result = super().step(action)
+        if not self.other.done:
+            self.observation, *_ = self.other.step(action)
+        return self.observation, *result
+
+
+@dataclass
+class Args:
+    checkpoints: tyro.conf.Positional[tuple[Path, ...]]  # checkpoint.pt files of BugFix runs
+    num_tasks: int = 512  # test tasks
+
+
+def main(args):
+    drops = []
+    for path in args.checkpoints:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        flags = checkpoint["args"]
+        tokenizer = Tokenizer(BugFixEnv.vocabulary())
+        model = TinyAgent(len(tokenizer.words), d_model=flags["d_model"], n_layers=flags["n_layers"], n_heads=flags["n_heads"])
+        model.load_state_dict(checkpoint["model"])
+        num_bugs = flags["num_bugs"]
+        options = dict(max_turns=flags["max_turns"] or BugFixEnv.default_turns(num_bugs), num_bugs=num_bugs)
+        tasks = [BugFixEnv.task("test", i, num_bugs) for i in range(args.num_tasks)]
+        success = []
+        for env_class, played in ((BugFixEnv, tasks), (SwappedEnv, list(zip(tasks, tasks[1:] + tasks[:1])))):
+            batches = play(model, tokenizer, env_class, options, played, temperature=0, seed=0,
+                           context_length=longest_episode(BugFixEnv, options["max_turns"]))  # fmt: skip
+            success.append(episode_metrics(batches)["success_rate"])
+        drops.append(success[0] - success[1])
+        print(f"{path}: success {success[0]:.3f}, with another task's observations {success[1]:.3f}, drop {drops[-1]:.3f}")
+    if len(drops) > 1:
+        print(f"drop over {len(drops)} checkpoints: min {min(drops):.3f}, median {median(drops):.3f}, max {max(drops):.3f}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
