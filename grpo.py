@@ -643,7 +643,7 @@ def derive_seed(*key):
 
 
 def draw_uniforms(seed, iteration, num_rows, num_tokens):
-    """One uniform a sampled token, (rows, tokens), a function of (seed, iteration, row, position) alone."""
+    """A uniform for each token that may be sampled, (rows, tokens): a function of (seed, iteration) and the place in it."""
     generator = torch.Generator().manual_seed(derive_seed(seed, iteration))
     return torch.rand(num_rows, num_tokens, generator=generator)
 
@@ -886,7 +886,7 @@ def play(model, tokenizer, env_class, env_options, tasks, *, temperature, seed, 
     batches = []
     for i in range(0, len(tasks), 256):
         envs = [env_class(**env_options) for _ in tasks[i : i + 256]]
-        uniforms = draw_uniforms(seed, i, len(envs), envs[0].max_turns * env_class.turn_tokens)
+        uniforms = draw_uniforms(seed, 10**9 + i, len(envs), envs[0].max_turns * env_class.turn_tokens)
         batches.append(rollout(model, tokenizer, envs, tasks[i : i + 256], torch.arange(len(envs)), uniforms,
                                temperature=temperature, context_length=context_length))  # fmt: skip
     return batches

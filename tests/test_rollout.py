@@ -36,8 +36,10 @@ def random_model(env_class=BugFixEnv, seed=0):
     tokenizer = TOKENIZERS[env_class]
     model = grpo.TinyAgent(len(tokenizer.words), d_model=16, n_layers=2, n_heads=2)
     bias = torch.zeros(len(tokenizer.words))
-    for word in [" </call>"] if env_class is BugFixEnv else [" call", " ans", *(f" {x}" for x in range(8))]:
-        bias[tokenizer.ids[word]] = 5.0 if env_class is BugFixEnv else 2.5
+    number = {" call": 4.0, " ans": 4.0} | {f" {x}": 2.0 for x in range(8)}
+    wanted = {" </call>": 5.0} if env_class is BugFixEnv else number
+    for word, value in wanted.items():
+        bias[tokenizer.ids[word]] = value
     model.head.bias = torch.nn.Parameter(bias)
     with torch.no_grad():
         for parameter in model.parameters():

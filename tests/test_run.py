@@ -1,7 +1,7 @@
-"""Whole runs of the scripts: same seed, kill and resume, bad input, tracking, failures in the middle, logs, and learning.
+"""Whole runs of the scripts: same seed, kill and resume, bad input, tracking, failures in the middle, logs, learning.
 
-Every test runs on each script that exists. Most call train() in the test's own process with a tiny model; `cli` executes
-the file as `python script.py` would, and a subprocess is used only where the process is the point. Each test says which
+Every test runs on each script that exists. Most call train() in the test's own process with a tiny model; `cli`
+executes the file as `python script.py` would, and a subprocess is used only where the process is the point. Each test says which
 bug it would catch; #n is a public report of that bug.
 """
 
@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -32,11 +33,14 @@ SCRIPTS = [name for name in ("reinforce", "ppo", "grpo", "gigpo") if (ROOT / f"{
 SIZE = dict(d_model=16, n_layers=1, n_heads=2)
 
 # Metric keys of an iteration of BugFix with evaluation: those of all scripts, and each script's own
-COMMON_KEYS = """iteration global_step charts/episodic_return charts/episodic_length charts/success_rate charts/hack_rate
-    charts/tool_calls charts/invalid_action_rate charts/truncation_rate charts/tokens_per_episode charts/learning_rate charts/SPS
-    charts/total_tokens charts/total_episodes losses/policy_loss losses/entropy losses/grad_norm losses/old_approx_kl
-    losses/approx_kl losses/advantage_mean losses/advantage_std time/rollout time/env time/update eval/success_rate
-    eval/episodic_return eval/hack_rate eval/tool_calls eval/pass@8 eval/unseen_pairs_success_rate""".split()
+COMMON_KEYS = """
+    iteration global_step charts/episodic_return charts/episodic_length charts/success_rate charts/hack_rate
+    charts/tool_calls charts/invalid_action_rate charts/truncation_rate charts/tokens_per_episode
+    charts/learning_rate charts/SPS charts/total_tokens charts/total_episodes losses/policy_loss
+    losses/entropy losses/grad_norm losses/old_approx_kl losses/approx_kl losses/advantage_mean
+    losses/advantage_std time/rollout time/env time/update eval/success_rate eval/episodic_return
+    eval/hack_rate eval/tool_calls eval/pass@8 eval/unseen_pairs_success_rate
+""".split()
 GROUP_KEYS = ["charts/frac_zero_std_groups", "losses/clipfrac"]
 OWN_KEYS = {
     "reinforce": [],
@@ -44,10 +48,13 @@ OWN_KEYS = {
     "grpo": GROUP_KEYS,
     "gigpo": [*GROUP_KEYS, "charts/step_group_size", "charts/frac_singleton_step_groups"],
 }
-START_KEYS = """iteration warm_start/episodes warm_start/tokens warm_start/seconds warm_start/loss_policy warm_start/loss_read
-    warm_start/loss_edit warm_start/loss_test warm_start/loss_submit start/success_rate start/hack_rate start/tool_calls
-    start/tasks_never_solved start/tasks_sometimes_solved start/tasks_always_solved start/informative_groups eval/success_rate
-    eval/episodic_return eval/hack_rate eval/tool_calls eval/pass@8 eval/unseen_pairs_success_rate""".split()
+START_KEYS = """
+    iteration warm_start/episodes warm_start/tokens warm_start/seconds warm_start/loss_policy
+    warm_start/loss_read warm_start/loss_edit warm_start/loss_test warm_start/loss_submit start/success_rate
+    start/hack_rate start/tool_calls start/tasks_never_solved start/tasks_sometimes_solved
+    start/tasks_always_solved start/informative_groups eval/success_rate eval/episodic_return eval/hack_rate
+    eval/tool_calls eval/pass@8 eval/unseen_pairs_success_rate
+""".split()
 
 
 @pytest.fixture(params=SCRIPTS)
@@ -57,17 +64,35 @@ def script(request):
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory):
-    """Checkpoint of tinyagent.py on the hidden number: a start that sometimes succeeds, so that groups have a signal."""
+    """Checkpoint of tinyagent.py on the hidden number: a start that sometimes succeeds, so that groups have a
+    signal."""
     path = tmp_path_factory.mktemp("start") / "tinyagent.pt"
-    tinyagent.main(tinyagent.Args(env_id="number", warm_start_steps=60, warm_start_batch_size=16, warm_start_learning_rate=0.02,
-                                  output=path, **SIZE))  # fmt: skip
+    tinyagent.main(
+        tinyagent.Args(
+            env_id="number",
+            warm_start_steps=60,
+            warm_start_batch_size=16,
+            warm_start_learning_rate=0.02,
+            output=path,
+            **SIZE,
+        )
+    )
     return path
 
 
 def make_args(script, runs_dir, **flags):
     """Args of a tiny run. Skips the test where the script has no such flag."""
-    tiny = dict(env_id="number", warm_start_steps=20, warm_start_batch_size=8, warm_start_learning_rate=0.02, num_iterations=2,
-                num_groups=4, group_size=4, eval_tasks=16, runs_dir=runs_dir)  # fmt: skip
+    tiny = dict(
+        env_id="number",
+        warm_start_steps=20,
+        warm_start_batch_size=8,
+        warm_start_learning_rate=0.02,
+        num_iterations=2,
+        num_groups=4,
+        group_size=4,
+        eval_tasks=16,
+        runs_dir=runs_dir,
+    )
     known = script.Args.__dataclass_fields__
     missing = [name for name in flags if name not in known]
     if missing:
@@ -196,8 +221,8 @@ def test_micro_batch_size_does_not_change_training(script, start, tmp_path, monk
 
 @pytest.mark.parametrize("flags", [{}, {"kl_coef": 0.05}], ids=["plain", "kl"])
 def test_a_killed_run_resumes_to_the_same_end(script, flags, tmp_path, monkeypatch):
-    """Catches optimizer state, counters, learning rate schedule, noise or the KL's frozen reference lost on resume, lines
-    that stand twice, and a last line that the kill cut in the middle."""
+    """Catches optimizer state, counters, learning rate schedule, noise or the KL's frozen reference lost on resume,
+    lines that stand twice, and a last line that the kill cut in the middle."""
     flags = dict(num_iterations=4, save_every=2, eval_every=2, learning_rate=5e-3) | flags
     a, a_state = run(script, tmp_path / "a", **flags)
 
@@ -226,8 +251,17 @@ def test_resume_refuses_what_does_not_fit(script, start, tmp_path, capsys):
     run(script, tmp_path / "runs")
     checkpoint = folder(tmp_path / "runs") / "checkpoint.pt"
     before = (checkpoint.parent / "metrics.jsonl").read_bytes()
-    resume = lambda path, **flags: refused(script, capsys, make_args(script, tmp_path / "runs", resume=path, **flags))  # noqa: E731
-    for name, value in [("learning_rate", 0.5), ("num_iterations", 9), ("seed", 2), ("env_id", "bugfix"), ("d_model", 32)]:
+
+    def resume(path, **flags):
+        return refused(script, capsys, make_args(script, tmp_path / "runs", resume=path, **flags))
+
+    for name, value in [
+        ("learning_rate", 0.5),
+        ("num_iterations", 9),
+        ("seed", 2),
+        ("env_id", "bugfix"),
+        ("d_model", 32),
+    ]:
         assert f"--{name.replace('_', '-')}" in resume(checkpoint, **{name: value})
     assert (checkpoint.parent / "metrics.jsonl").read_bytes() == before
     assert "--init-from" in resume(start)
@@ -260,8 +294,7 @@ def test_a_run_begun_with_init_from_resumes(script, start, tmp_path):
 def test_init_from_begins_with_those_weights(script, start, tmp_path, monkeypatch):
     """Catches a warm start on top of --init-from, and weights that are not loaded."""
     seen = []
-    keep = lambda n, model, envs: seen.append({key: value.clone() for key, value in model.state_dict().items()})  # noqa: E731
-    on_training_rollouts(monkeypatch, script, before=keep)
+    on_training_rollouts(monkeypatch, script, before=lambda n, model, envs: seen.append(deepcopy(model.state_dict())))
     metrics, _ = run(script, tmp_path, init_from=start, num_iterations=1)
     saved = torch.load(start, weights_only=True)["model"]
     assert all(torch.equal(seen[0][key], value) for key, value in saved.items())
@@ -286,26 +319,53 @@ def test_checkpoints_are_written_atomically(script, tmp_path, monkeypatch):
 # ---- Bad input ---------------------------------------------------------------------------------------------------
 
 BAD_FLAGS = [
-    dict(seed=-1), dict(learning_rate=math.nan), dict(learning_rate=math.inf), dict(learning_rate=0.0), dict(temperature=0.0),
-    dict(num_groups=0), dict(group_size=0), dict(group_size=1), dict(num_minibatches=5), dict(num_minibatches=0),
-    dict(num_iterations=-1), dict(max_turns=0), dict(gamma=2.0), dict(gamma=-0.1), dict(micro_batch_size=0), dict(update_epochs=0),
-    dict(context_length=0), dict(eval_every=0), dict(save_every=0), dict(eval_tasks=4), dict(kl_coef=-1.0), dict(ent_coef=math.nan),
-    dict(warm_start_steps=-1), dict(warm_start_batch_size=0), dict(tool_cost=-1.0), dict(max_grad_norm=0.0), dict(n_layers=0),
-    dict(d_model=10, n_heads=4), dict(num_bugs=2), dict(reward="public"), dict(num_bugs=4, env_id="bugfix"),
-]  # fmt: skip
+    dict(seed=-1),
+    dict(learning_rate=math.nan),
+    dict(learning_rate=math.inf),
+    dict(learning_rate=0.0),
+    dict(temperature=0.0),
+    dict(num_groups=0),
+    dict(group_size=0),
+    dict(group_size=1),
+    dict(num_minibatches=5),
+    dict(num_minibatches=0),
+    dict(num_iterations=-1),
+    dict(max_turns=0),
+    dict(gamma=2.0),
+    dict(gamma=-0.1),
+    dict(micro_batch_size=0),
+    dict(update_epochs=0),
+    dict(context_length=0),
+    dict(eval_every=0),
+    dict(save_every=0),
+    dict(eval_tasks=4),
+    dict(kl_coef=-1.0),
+    dict(ent_coef=math.nan),
+    dict(warm_start_steps=-1),
+    dict(warm_start_batch_size=0),
+    dict(tool_cost=-1.0),
+    dict(max_grad_norm=0.0),
+    dict(n_layers=0),
+    dict(d_model=10, n_heads=4),
+    dict(num_bugs=2),
+    dict(reward="public"),
+    dict(num_bugs=4, env_id="bugfix"),
+]
 
 
-@pytest.mark.parametrize("flags", BAD_FLAGS, ids=lambda flags: "-".join(f"{key}={value}" for key, value in flags.items()))
+@pytest.mark.parametrize(
+    "flags", BAD_FLAGS, ids=lambda flags: "-".join(f"{key}={value}" for key, value in flags.items())
+)
 def test_bad_flags_are_refused(script, flags, tmp_path, capsys):
-    """Catches a crash with a traceback minutes later, or a run that silently means something else (#49): one line, exit 2,
-    names the flag and one that works, nothing written."""
+    """Catches a crash with a traceback minutes later, or a run that silently means something else (#49): one line,
+    exit 2, names the flag and one that works, nothing written."""
     if flags == {"group_size": 1} and script.__name__ in ("reinforce", "ppo"):
         pytest.skip("their baselines need no group")
     error = refused(script, capsys, make_args(script, tmp_path / "runs", **dict(num_groups=2) | flags))
     names = [f"--{name.replace('_', '-')}" for name in flags if name != "env_id"]
     assert all(name in error for name in names) and len(error) < 250, error
     if "num_minibatches" in flags and flags["num_minibatches"] == 5:
-        assert all(name in error for name in ("--num-groups", "--group-size", " 8 ", "--num-minibatches 1"))
+        assert all(name in error for name in ("--num-groups", "--group-size", " 8", "--num-minibatches 1"))
     assert not (tmp_path / "runs").exists()
 
 
@@ -334,7 +394,7 @@ def test_bad_paths_are_refused(script, start, tmp_path, capsys):
     "argv, name",
     [
         (["--cuda", "False"], "False"),
-        (["--cuda=false"], "--cuda=false"),
+        (["--cuda=false"], "false"),
         (["--env-id", "foo"], "--env-id"),
         (["--num-groups", "many"], "--num-groups"),
         (["--no-such-flag", "1"], "--no-such-flag"),
@@ -357,9 +417,14 @@ def test_cuda_without_a_gpu_is_refused(script, tmp_path):
     """Catches a silent fallback to the CPU, a driver's traceback, and a refusal that takes a minute (#82)."""
     begin = time.time()
     done = subprocess.run(
-        [sys.executable, ROOT / f"{script.__name__}.py", "--cuda"], env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        [sys.executable, ROOT / f"{script.__name__}.py", "--cuda"],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 2 and done.stdout == "" and time.time() - begin < 20
     assert done.stderr.startswith("error: --cuda") and done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
@@ -382,7 +447,7 @@ def test_help_says_everything_once(script, monkeypatch, capsys):
     assert cli(script, monkeypatch, "--help") == 0
     text = capsys.readouterr().out
     entries = {}
-    for entry in re.split(r"^[│|] (?=-)", text, flags=re.M)[1:]:
+    for entry in re.split(r"^[│| ]{1,3}(?=-)", text, flags=re.M)[1:]:
         entry = " ".join(re.sub(r"[│|]\s*$|[╭╮╰╯─]", " ", entry, flags=re.M).split())
         entries[re.match(r"(?:-h, )?(--[\w-]+)", entry)[1]] = entry
     for name in script.Args.__dataclass_fields__:
@@ -404,7 +469,9 @@ def commands():
             if name in (*SCRIPTS, "tinyagent"):
                 found.append((path.name, name, re.sub(r"\$\{?\w+\}?", "1", rest)))
         if path.stem in SCRIPTS:
-            found += [(path.name, path.stem, flags) for flags in re.findall(r"^ {4}\w.*? {2,}(--\w[^#\n]*)$", text, re.M)]
+            found += [
+                (path.name, path.stem, flags) for flags in re.findall(r"^ {4}\w.*? {2,}(--\w[^#\n]*)$", text, re.M)
+            ]
     return found
 
 
@@ -424,12 +491,28 @@ def test_track_without_a_key_goes_offline(script, tmp_path):
     pytest.importorskip("wandb")
     env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
     flags = make_args(script, tmp_path / "runs", num_iterations=1)
-    argv = [word for name in ("env_id", "num_iterations", "num_groups", "group_size", "eval_tasks", "warm_start_steps", "runs_dir")
-            for word in (f"--{name.replace('_', '-')}", str(getattr(flags, name)))]  # fmt: skip
+    argv = [
+        word
+        for name in (
+            "env_id",
+            "num_iterations",
+            "num_groups",
+            "group_size",
+            "eval_tasks",
+            "warm_start_steps",
+            "runs_dir",
+        )
+        for word in (f"--{name.replace('_', '-')}", str(getattr(flags, name)))
+    ]
     done = subprocess.run(
-        [sys.executable, ROOT / f"{script.__name__}.py", "--track", *argv], env=env | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=90,
-    )  # fmt: skip
+        [sys.executable, ROOT / f"{script.__name__}.py", "--track", *argv],
+        env=env | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
     assert done.returncode == 0, done.stderr
     assert [line["iteration"] for line in read_metrics(folder(tmp_path / "runs"))] == [0, 1]
     assert list((tmp_path / "wandb").glob("offline-run-*"))
@@ -444,8 +527,8 @@ def test_track_without_the_package_warns(script, start, tmp_path, monkeypatch, c
 
 
 def test_tracked_steps_and_finish(script, start, tmp_path, monkeypatch):
-    """Catches steps that go backwards or shift when an evaluation joins (#90), and a tracker whose finish hangs before the
-    last checkpoint is written (#89)."""
+    """Catches steps that go backwards or shift when an evaluation joins (#90), and a tracker whose finish hangs before
+    the last checkpoint is written (#89)."""
     logged, finished = [], []
 
     class Tracker:
@@ -468,8 +551,7 @@ def test_tracked_steps_and_finish(script, start, tmp_path, monkeypatch):
 def test_a_nan_gradient_stops_the_run(script, start, tmp_path, monkeypatch, capsys):
     """Catches a run that goes on with NaN weights for hours, and one that saves them (#52)."""
     compute_loss, states = script.compute_loss, []
-    keep = lambda n, model, envs: states.append({key: value.clone() for key, value in model.state_dict().items()})  # noqa: E731
-    on_training_rollouts(monkeypatch, script, before=keep)
+    on_training_rollouts(monkeypatch, script, before=lambda n, model, envs: states.append(deepcopy(model.state_dict())))
 
     def planted(*args, **kwargs):
         loss, metrics = compute_loss(*args, **kwargs)
@@ -489,7 +571,9 @@ def test_a_nan_gradient_stops_the_run(script, start, tmp_path, monkeypatch, caps
 @pytest.mark.parametrize("reward", [math.nan, -math.inf, None])
 def test_a_reward_that_is_no_number_is_named(script, reward, start, tmp_path, monkeypatch):
     """Catches a NaN that spreads through the group into every weight while the run "succeeds" (#67)."""
-    on_training_rollouts(monkeypatch, script, before=lambda n, model, envs: with_reward(envs[3], lambda terminated: reward))
+    on_training_rollouts(
+        monkeypatch, script, before=lambda n, model, envs: with_reward(envs[3], lambda terminated: reward)
+    )
     with pytest.raises(ValueError, match=rf"episode 3\b.*turn 0.*reward is {reward}"):
         run(script, tmp_path, init_from=start)
 
@@ -506,14 +590,15 @@ def test_an_environment_that_raises_stops_the_run(script, start, tmp_path, monke
 
 
 def test_constant_groups_leave_the_weights_alone(script, start, tmp_path, monkeypatch, capsys):
-    """Catches advantages out of rounding, a step on momentum alone, a loop that waits for groups that differ (#48), and a
-    run that says nothing (#46). Iteration 1 has a signal, so that momentum is there; from 2 on every reward is 0.7."""
+    """Catches advantages out of rounding, a step on momentum alone, a loop that waits for groups that differ (#48),
+    and a run that says nothing (#46). Iteration 1 has a signal, so that momentum is there; from 2 on every reward is
+    0.7."""
     if script.__name__ == "ppo":
         pytest.skip("its critic learns from constant rewards")
     states = []
 
     def before(n, model, envs):
-        states.append({key: value.clone() for key, value in model.state_dict().items()})
+        states.append(deepcopy(model.state_dict()))
         for env in envs if n > 1 else []:
             with_reward(env, lambda terminated: 0.7 * terminated)
 
@@ -567,7 +652,9 @@ def test_bugfix_metric_keys(script, tmp_path):
 
 def test_ref_kl_is_logged_where_it_is_used(script, start, tmp_path):
     """Catches a KL to a reference that moves with the policy: it is 0 before the first step, positive later."""
-    metrics, _ = run(script, tmp_path, init_from=start, kl_coef=0.1, learning_rate=1e-2, num_minibatches=1, num_groups=8)
+    metrics, _ = run(
+        script, tmp_path, init_from=start, kl_coef=0.1, learning_rate=1e-2, num_minibatches=1, num_groups=8
+    )
     assert metrics[1]["losses/ref_kl"] == pytest.approx(0, abs=1e-6) and metrics[2]["losses/ref_kl"] > 1e-4
 
 
@@ -580,7 +667,11 @@ def test_counters_add_up(script, start, tmp_path, monkeypatch):
     for n, (line, batch) in enumerate(zip(metrics[1:], batches, strict=True), 1):
         here = sum(len(set(ids[mask > 0].tolist())) for ids, mask in zip(batch.turn_ids, batch.loss_mask))
         turns, tokens = turns + here, tokens + int((batch.loss_mask > 0).sum())
-        assert (line["global_step"], line["charts/total_tokens"], line["charts/total_episodes"]) == (turns, tokens, 16 * n)
+        assert (line["global_step"], line["charts/total_tokens"], line["charts/total_episodes"]) == (
+            turns,
+            tokens,
+            16 * n,
+        )
         assert line["charts/episodic_length"] == here / 16
         assert line["charts/tokens_per_episode"] == (batch.loss_mask > 0).sum() / 16
         assert line["charts/episodic_return"] == pytest.approx(batch.rewards.sum().item() / 16, abs=1e-6)
@@ -612,18 +703,38 @@ def plain_runs():
 
 
 CHANGES = [
-    dict(mask_observations=False), dict(filter_truncated=True), dict(temperature=0.7), dict(ent_coef=0.05), dict(max_turns=2),
-    dict(process_reward=0.1), dict(tool_cost=0.2), dict(tool_cost_warmup=9), dict(malformed="error"), dict(max_grad_norm=1e-3),
-    dict(gamma=0.8), dict(credit="turn"), dict(credit="episode"), dict(baseline="mean"), dict(norm="std"), dict(kl_coef=1.0),
-    dict(loss_agg="token-mean"), dict(loss_agg="seq-mean-token-mean"), dict(update_epochs=2), dict(num_minibatches=1),
-    dict(clip_coef=0.01), dict(clip_coef_high=0.01), dict(context_length=7), dict(learning_rate=1e-3),
-]  # fmt: skip
+    dict(mask_observations=False),
+    dict(filter_truncated=True),
+    dict(temperature=0.7),
+    dict(ent_coef=0.05),
+    dict(max_turns=2),
+    dict(process_reward=0.1),
+    dict(tool_cost=0.2),
+    dict(tool_cost_warmup=9),
+    dict(malformed="error"),
+    dict(max_grad_norm=1e-3),
+    dict(gamma=0.8),
+    dict(credit="turn"),
+    dict(credit="episode"),
+    dict(baseline="mean"),
+    dict(norm="std"),
+    dict(kl_coef=1.0),
+    dict(loss_agg="token-mean"),
+    dict(loss_agg="seq-mean-token-mean"),
+    dict(update_epochs=3),
+    dict(num_minibatches=1),
+    dict(clip_coef=0.01),
+    dict(clip_coef_high=0.01),
+    dict(context_length=7),
+    dict(learning_rate=1e-3),
+]
 
 
 @pytest.mark.parametrize("flags", CHANGES, ids=lambda flags: "-".join(f"{key}={value}" for key, value in flags.items()))
 def test_each_flag_changes_the_result(script, flags, start, plain_runs, tmp_path, tmp_path_factory):
     """Catches a flag that is parsed and never used. (max_turns 3, so that some episodes run out of turns.)"""
     base = dict(init_from=start, num_iterations=1, num_groups=8, num_minibatches=2, max_turns=3, learning_rate=2e-2)
+    base |= {"update_epochs": 2} if hasattr(script.Args, "update_epochs") else {}  # so that ratios leave their bounds
     args = make_args(script, tmp_path, **base | flags)
     if all(getattr(args, name) == getattr(script.Args, name) and name not in base for name in flags):
         pytest.skip("the default")
@@ -638,7 +749,9 @@ def test_warm_start_observations_change_the_warm_start(script, tmp_path):
     """Catches a warm start that ignores --no-warm-start-observations: then the tools' replies are not learned."""
     losses = []
     for on in (True, False):
-        script.train(make_args(script, tmp_path / str(on), num_iterations=0, warm_start_steps=40, warm_start_observations=on))
+        script.train(
+            make_args(script, tmp_path / str(on), num_iterations=0, warm_start_steps=40, warm_start_observations=on)
+        )
         losses.append(read_metrics(folder(tmp_path / str(on)))[0]["warm_start/loss_call"])
     assert losses[0] < losses[1] - 0.3
 
@@ -647,9 +760,16 @@ def test_warm_start_observations_change_the_warm_start(script, tmp_path):
 def test_reward_kinds_and_two_bugs_reach_the_environment(script, reward, num_bugs, tmp_path, monkeypatch):
     """Catches --reward or --num-bugs that stop on the way to the environment, and a turn limit that does not grow."""
     seen = []
-    on_training_rollouts(monkeypatch, script, before=lambda n, model, envs: seen.extend(envs), after=lambda n, batch: batches.append(batch))
+    on_training_rollouts(
+        monkeypatch,
+        script,
+        before=lambda n, model, envs: seen.extend(envs),
+        after=lambda n, batch: batches.append(batch),
+    )
     batches = []
-    metrics, _ = run(script, tmp_path, env_id="bugfix", reward=reward, num_bugs=num_bugs, num_iterations=1, warm_start_steps=10)
+    metrics, _ = run(
+        script, tmp_path, env_id="bugfix", reward=reward, num_bugs=num_bugs, num_iterations=1, warm_start_steps=10
+    )
     assert {env.reward for env in seen} == {reward} and {env.max_turns for env in seen} == {6 if num_bugs == 1 else 8}
     assert batches[0].rewards.shape[1] == (6 if num_bugs == 1 else 8)
     assert {info["pair"].count("+") for info in batches[0].infos} == {num_bugs - 1}
@@ -659,9 +779,13 @@ def test_reward_kinds_and_two_bugs_reach_the_environment(script, reward, num_bug
 def test_tool_cost_warms_up(script, start, tmp_path, monkeypatch):
     """Catches a tool cost that is full from the start (a policy then drops the tool), or never gets there."""
     costs = []
-    on_training_rollouts(monkeypatch, script, before=lambda n, model, envs: costs.append({env.tool_cost for env in envs}))
+    on_training_rollouts(
+        monkeypatch, script, before=lambda n, model, envs: costs.append({env.tool_cost for env in envs})
+    )
     run(script, tmp_path, init_from=start, tool_cost=0.4, tool_cost_warmup=4, num_iterations=5)
-    assert [min(cost) for cost in costs] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4]) and all(len(cost) == 1 for cost in costs)
+    assert [min(cost) for cost in costs] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4]) and all(
+        len(cost) == 1 for cost in costs
+    )
 
 
 def test_groups_are_episodes_of_one_task_and_noise_differs(script, start, tmp_path, monkeypatch):
@@ -678,13 +802,15 @@ def test_groups_are_episodes_of_one_task_and_noise_differs(script, start, tmp_pa
 
 
 def test_more_epochs_clip(script, start, tmp_path):
-    """Catches old log-probabilities that are taken again in each epoch: the ratio would stay 1 and nothing be clipped."""
+    """Catches old log-probabilities that are taken again in each epoch: the ratio would stay 1 and nothing be
+    clipped."""
     metrics, _ = run(script, tmp_path, init_from=start, update_epochs=4, learning_rate=1e-2)
     assert max(line["losses/clipfrac"] for line in metrics[1:]) > 0
 
 
 def test_only_training_tasks_train(script, tmp_path, monkeypatch):
-    """Catches test tasks in the warm start or the training, and an evaluation on another split than --eval-split says."""
+    """Catches test tasks in the warm start or the training, and an evaluation on another split than --eval-split
+    says."""
     stage, splits = ["train"], {"warm_start": set(), "train": set(), "evaluate": set()}
     for name in ("warm_start", "evaluate"):
 
@@ -703,23 +829,36 @@ def test_only_training_tasks_train(script, tmp_path, monkeypatch):
 
     monkeypatch.setattr(script.NumberEnv, "task", staticmethod(spy))
     run(script, tmp_path, eval_split="dev", num_iterations=1)
-    assert splits["warm_start"] == splits["train"] == {"train"} and splits["evaluate"] <= {"dev", "unseen"} and "dev" in splits["evaluate"]
+    assert (
+        splits["warm_start"] == splits["train"] == {"train"}
+        and splits["evaluate"] <= {"dev", "unseen"}
+        and "dev" in splits["evaluate"]
+    )
 
 
 # ---- Learning ----------------------------------------------------------------------------------------------------
 
 
 def test_it_learns(script, tmp_path):
-    """Catches a sign, a mask or an alignment that is wrong although every number stays finite. Sampled success on the hidden
-    number, mean of the last three of 16 iterations with the default flags: from 0.25 to about 0.53 on three seeds; with a
-    learning rate of nothing it stays where it was."""
+    """Catches a sign, a mask or an alignment that is wrong although every number stays finite. Sampled success on the
+    hidden number, mean of the last three of 16 iterations with the default flags, from a shorter warm start: 0.25 to
+    0.5 on three seeds; with a learning rate of nothing it stays where it was."""
     path = tmp_path / "start.pt"
-    tinyagent.main(tinyagent.Args(env_id="number", warm_start_steps=250, warm_start_batch_size=16, output=path))
+    tinyagent.main(tinyagent.Args(env_id="number", warm_start_steps=150, output=path))
     ends = []
     for learning_rate, iterations in [(script.Args.learning_rate, 16), (1e-9, 3)]:
         runs_dir = tmp_path / str(learning_rate)
-        script.train(script.Args(env_id="number", init_from=path, learning_rate=learning_rate, num_iterations=iterations,
-                                 eval_tasks=8, eval_every=1000, runs_dir=runs_dir))  # fmt: skip
+        script.train(
+            script.Args(
+                env_id="number",
+                init_from=path,
+                learning_rate=learning_rate,
+                num_iterations=iterations,
+                eval_tasks=8,
+                eval_every=1000,
+                runs_dir=runs_dir,
+            )
+        )
         lines = read_metrics(folder(runs_dir))
         ends.append(sum(line["charts/success_rate"] for line in lines[-3:]) / 3 - lines[0]["start/success_rate"])
-    assert ends[0] > 0.15 and abs(ends[1]) < 0.08
+    assert ends[0] > 0.12 and abs(ends[1]) < 0.08
