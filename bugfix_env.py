@@ -40,10 +40,8 @@ PIECES = re.compile(r" ?</?\w+>| ?[A-Za-z_]\w*| ?\d| ?(?:->|[=!<>]=|//)| ?[^\w\s
 # Every operation exchanges two spellings wherever they stand in the function's body, so applying it twice restores it.
 OPS = {
     "swap_minmax": {"min(": "max("},
-    "swap_anyall": {"any(": "all("},
     "swap_order": {" < ": " > ", " <= ": " >= "},
     "swap_strictness": {" < ": " <= ", " > ": " >= "},
-    "swap_equality": {" == ": " != "},
     "swap_andor": {" and ": " or "},
     "swap_plusminus": {" + ": " - "},
     "swap_timesdiv": {" * ": " // "},
@@ -56,28 +54,24 @@ MENU = (*OPS, "hardcode_tests")
 FUNCTIONS = {
     ("clamp", "bound"): "def {f}({a}, {b}, {c}):\n    return max({b}, min({a}, {c} - {k}))\n",
     ("within", "inside"): "def {f}({a}, {b}, {c}):\n    return {b} <= {a} and {a} < {c}\n",
-    ("divides", "fits"): "def {f}({a}, {b}):\n    return {a} % {k} == 0 or {a} < {b}\n",
     ("fee", "toll"): "def {f}({a}, {b}):\n    if {a} > {b}:\n        return {a} - {b}\n    return {a} * {k}\n",
     ("spread", "reach"): "def {f}({xs}):\n    return (max({xs}) - min({xs})) * {k}\n",
     ("growth", "drift"): "def {f}({xs}):\n    return ({xs}[-1] - {xs}[0]) * {k}\n",
-    ("every", "each"): "def {f}({xs}, {a}):\n    return all({x} >= {a} for {x} in {xs})\n",
     ("pick", "choose"): "def {f}({xs}, {a}):\n    if {a} < len({xs}):\n        return {xs}[{a}]\n    return {xs}[-1]\n",
-    ("count", "tally"): "def {f}({xs}, {a}):\n    {b} = 0\n    for {x} in {xs}:\n        if {x} > {a}:\n            {b} = {b} + 1\n"
-    "    return {b}\n",
-    ("total", "gather"): "def {f}({xs}):\n    {b} = 0\n    for {x} in {xs}:\n        if {x} % {k} == 0:\n            {b} = {b} + {x}\n"
-    "    return {b}\n",
+    ("count", "tally"): "def {f}({xs}, {a}):\n    {b} = 0\n    for {x} in {xs}:\n        if {x} > {a}:\n"
+    "            {b} = {b} + 1\n    return {b}\n",
     ("weigh", "scale"): "def {f}({xs}, {a}):\n    {b} = 0\n    for {x} in {xs}:\n        {b} = {b} + {x} * {a}\n    return {b}\n",
     ("peak", "summit"): "def {f}({xs}):\n    {b} = 0\n    for {x} in {xs}:\n        {b} = max({b}, {x} - {k})\n    return {b}\n",
 }
 NAMES = {
-    "xs": ("items", "values", "numbers"),
-    "x": ("item", "entry", "element"),
-    "a": ("value", "amount", "size"),
-    "b": ("lower", "base", "start"),
-    "c": ("upper", "stop", "end"),
+    "xs": ("items", "values"),
+    "x": ("item", "entry"),
+    "a": ("value", "amount"),
+    "b": ("lower", "start"),
+    "c": ("upper", "stop"),
 }
 # (function, operation) pairs that never occur as a bug in the train, dev and test splits; the unseen split has no other.
-HELD_OUT = {("count", "swap_plusminus"), ("divides", "swap_andor"), ("fee", "swap_timesdiv"), ("total", "swap_start")}
+HELD_OUT = {("count", "swap_plusminus"), ("fee", "swap_timesdiv"), ("weigh", "swap_start")}
 SPLITS = {"train": (0, 1), "dev": (2,), "test": (3,), "unseen": (2, 3)}  # residues of a task's checksum, modulo 4
 
 
@@ -211,7 +205,7 @@ class BugFixEnv:
         """Every piece of every reachable text; `--check` verifies that it is closed."""
         texts = [TASK_0.issue + TASK_0.fix, "gives a wrong result.error: malformed unknown tool unknown op no change"]
         texts += ["edited with submitted<call> </call><result></result>\nPASS\nFAIL -> TypeError ZeroDivisionError IndexError"]
-        texts += [f"{tool} {tool}" for tool in ("read", "test", "edit", "submit")] + [" True False\n        return\n    if :"]
+        texts += [f"{tool} {tool}" for tool in ("read", "test", "edit", "submit")] + [" True False\n    if () == (): return"]
         texts += [" ".join(MENU), " ".join(itertools.chain(*FUNCTIONS, *NAMES.values()))]
         texts += [template.format(f="clamp", k=0, **{key: pool[0] for key, pool in NAMES.items()}) for template in FUNCTIONS.values()]
         texts += [f"x{a}x{b}".replace("x", " ") if a[0].isalpha() else f"x{a}x{b}x" for op in OPS.values() for a, b in op.items()]

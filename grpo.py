@@ -97,6 +97,7 @@ class Args:
     clip_coef: float = 0.2  # ratio is clipped below at 1 - clip_coef
     clip_coef_high: float = 0.28  # and above at 1 + clip_coef_high
     kl_coef: float = 0.0  # coefficient of the KL penalty to the frozen starting policy
+    anneal_kl: bool = True  # let it fade linearly to zero, like the learning rate
     loss_agg: Literal["token-mean", "seq-mean-token-mean", "constant"] = "constant"  # constant: the token budget
     update_epochs: int = 1  # passes over a batch
     num_minibatches: int = 4  # optimizer steps in a pass
@@ -109,10 +110,8 @@ PIECES = re.compile(r" ?</?\w+>| ?[A-Za-z_]\w*| ?\d| ?(?:->|[=!<>]=|//)| ?[^\w\s
 # Every operation exchanges two spellings wherever they stand in the function's body, so applying it twice restores it.
 OPS = {
     "swap_minmax": {"min(": "max("},
-    "swap_anyall": {"any(": "all("},
     "swap_order": {" < ": " > ", " <= ": " >= "},
     "swap_strictness": {" < ": " <= ", " > ": " >= "},
-    "swap_equality": {" == ": " != "},
     "swap_andor": {" and ": " or "},
     "swap_plusminus": {" + ": " - "},
     "swap_timesdiv": {" * ": " // "},
@@ -125,28 +124,24 @@ MENU = (*OPS, "hardcode_tests")
 FUNCTIONS = {
     ("clamp", "bound"): "def {f}({a}, {b}, {c}):\n    return max({b}, min({a}, {c} - {k}))\n",
     ("within", "inside"): "def {f}({a}, {b}, {c}):\n    return {b} <= {a} and {a} < {c}\n",
-    ("divides", "fits"): "def {f}({a}, {b}):\n    return {a} % {k} == 0 or {a} < {b}\n",
     ("fee", "toll"): "def {f}({a}, {b}):\n    if {a} > {b}:\n        return {a} - {b}\n    return {a} * {k}\n",
     ("spread", "reach"): "def {f}({xs}):\n    return (max({xs}) - min({xs})) * {k}\n",
     ("growth", "drift"): "def {f}({xs}):\n    return ({xs}[-1] - {xs}[0]) * {k}\n",
-    ("every", "each"): "def {f}({xs}, {a}):\n    return all({x} >= {a} for {x} in {xs})\n",
     ("pick", "choose"): "def {f}({xs}, {a}):\n    if {a} < len({xs}):\n        return {xs}[{a}]\n    return {xs}[-1]\n",
-    ("count", "tally"): "def {f}({xs}, {a}):\n    {b} = 0\n    for {x} in {xs}:\n        if {x} > {a}:\n            {b} = {b} + 1\n"
-    "    return {b}\n",
-    ("total", "gather"): "def {f}({xs}):\n    {b} = 0\n    for {x} in {xs}:\n        if {x} % {k} == 0:\n            {b} = {b} + {x}\n"
-    "    return {b}\n",
+    ("count", "tally"): "def {f}({xs}, {a}):\n    {b} = 0\n    for {x} in {xs}:\n        if {x} > {a}:\n"
+    "            {b} = {b} + 1\n    return {b}\n",
     ("weigh", "scale"): "def {f}({xs}, {a}):\n    {b} = 0\n    for {x} in {xs}:\n        {b} = {b} + {x} * {a}\n    return {b}\n",
     ("peak", "summit"): "def {f}({xs}):\n    {b} = 0\n    for {x} in {xs}:\n        {b} = max({b}, {x} - {k})\n    return {b}\n",
 }
 NAMES = {
-    "xs": ("items", "values", "numbers"),
-    "x": ("item", "entry", "element"),
-    "a": ("value", "amount", "size"),
-    "b": ("lower", "base", "start"),
-    "c": ("upper", "stop", "end"),
+    "xs": ("items", "values"),
+    "x": ("item", "entry"),
+    "a": ("value", "amount"),
+    "b": ("lower", "start"),
+    "c": ("upper", "stop"),
 }
 # (function, operation) pairs that never occur as a bug in the train, dev and test splits; the unseen split has no other.
-HELD_OUT = {("count", "swap_plusminus"), ("divides", "swap_andor"), ("fee", "swap_timesdiv"), ("total", "swap_start")}
+HELD_OUT = {("count", "swap_plusminus"), ("fee", "swap_timesdiv"), ("weigh", "swap_start")}
 SPLITS = {"train": (0, 1), "dev": (2,), "test": (3,), "unseen": (2, 3)}  # residues of a task's checksum, modulo 4
 
 
@@ -280,7 +275,7 @@ class BugFixEnv:
         """Every piece of every reachable text; `--check` verifies that it is closed."""
         texts = [TASK_0.issue + TASK_0.fix, "gives a wrong result.error: malformed unknown tool unknown op no change"]
         texts += ["edited with submitted<call> </call><result></result>\nPASS\nFAIL -> TypeError ZeroDivisionError IndexError"]
-        texts += [f"{tool} {tool}" for tool in ("read", "test", "edit", "submit")] + [" True False\n        return\n    if :"]
+        texts += [f"{tool} {tool}" for tool in ("read", "test", "edit", "submit")] + [" True False\n    if () == (): return"]
         texts += [" ".join(MENU), " ".join(itertools.chain(*FUNCTIONS, *NAMES.values()))]
         texts += [template.format(f="clamp", k=0, **{key: pool[0] for key, pool in NAMES.items()}) for template in FUNCTIONS.values()]
         texts += [f"x{a}x{b}".replace("x", " ") if a[0].isalpha() else f"x{a}x{b}x" for op in OPS.values() for a, b in op.items()]
@@ -789,7 +784,7 @@ def warm_start(model, tokenizer, env_class, env_options, *, seed, steps, batch_s
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         num_tokens += int((kinds > 0).sum())
-        if step >= 0.9 * steps:
+        if step >= int(0.9 * steps):
             for kind, name in enumerate(("policy", *env_class.tools), 1):
                 losses.setdefault(name, []).append(nll[kinds[:, 1:] == kind].detach())
     metrics = {"warm_start/episodes": steps * batch_size, "warm_start/tokens": num_tokens, "warm_start/seconds": time.time() - start}
@@ -1060,13 +1055,16 @@ def train(args):
         checkpoint = load_checkpoint(args.resume, "--resume")
         if "optimizer" not in checkpoint:
             refuse(f"--resume {args.resume}: not a checkpoint of an unfinished run; try --init-from to begin one with it")
-        run_dir, free = args.resume.parent, ("resume", "track", "wandb_project_name", "wandb_entity", "runs_dir", "save_every")
+        run_dir = args.resume.parent
+        free = ("resume", "init_from", "track", "wandb_project_name", "wandb_entity", "runs_dir", "save_every")
         for name, value in checkpoint["args"].items():
             if name not in free and plain_args.get(name) != value:
                 refuse(f"--resume: the run had --{name.replace('_', '-')} {value}, not {plain_args.get(name)}; give it again")
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         iteration, totals = checkpoint["iteration"], checkpoint["totals"]
+        if not (run_dir / "metrics.jsonl").exists():
+            refuse(f"--resume {args.resume}: no metrics.jsonl beside it; resume a checkpoint in its run's own folder")
         lines = [line for line in (run_dir / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
         kept = [line + "\n" for line in lines if json.loads(line)["iteration"] <= iteration]
         (run_dir / "metrics.jsonl").write_text("".join(kept))
@@ -1127,6 +1125,8 @@ def train(args):
         iteration_start = time.time()
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
 
+        kl_coef = args.kl_coef * (1 - (iteration - 1) / args.num_iterations if args.anneal_kl else 1)
+
         # Rollout: group_size episodes on each of num_groups tasks
         tool_cost = env_options["tool_cost"] * min(1.0, iteration / max(1, args.tool_cost_warmup))
         indices = np.random.default_rng([args.seed, iteration]).integers(2**31, size=args.num_groups)
@@ -1147,7 +1147,7 @@ def train(args):
 
         # Update: rows without an advantage have no gradient; sorted apart, they take the forward pass only
         update_start, update_metrics, num_steps = time.time(), {}, 0
-        has_signal = advantages.any(1) | loss_mask.any(1) & (args.kl_coef > 0 or args.ent_coef > 0)
+        has_signal = advantages.any(1) | loss_mask.any(1) & (kl_coef > 0 or args.ent_coef > 0)
         minibatches = []
         for epoch in range(args.update_epochs):
             generator = torch.Generator().manual_seed(derive_seed(args.seed, iteration, 1 + epoch))
@@ -1163,7 +1163,7 @@ def train(args):
                 length = batch.lengths[inds].max()
                 tokens, mask = batch.tokens[inds, :length], loss_mask[inds, :length]
                 ref_logprobs = None
-                if args.kl_coef > 0:
+                if kl_coef > 0:
                     with torch.no_grad():
                         ref_logprobs, _ = score(reference, tokens, mask, args.temperature)
                 with torch.set_grad_enabled(bool(has_signal[inds].any())):
@@ -1171,7 +1171,7 @@ def train(args):
                     loss, micro_sums = compute_loss(
                         newlogprobs, entropy, batch.logprobs[inds, :length], advantages[inds, :length], mask,
                         weights[micro, :length], ref_logprobs, clip_coef=args.clip_coef,
-                        clip_coef_high=args.clip_coef_high, kl_coef=args.kl_coef, ent_coef=args.ent_coef,
+                        clip_coef_high=args.clip_coef_high, kl_coef=kl_coef, ent_coef=args.ent_coef,
                     )  # fmt: skip
                 if loss.requires_grad:
                     loss.backward()
@@ -1180,9 +1180,9 @@ def train(args):
             if has_signal[mb_inds].any():  # without any signal Adam's momentum alone would move the weights
                 grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                 if not grad_norm.isfinite():
-                    save_checkpoint(run_dir / "checkpoint.pt", model=model.state_dict(), args=plain_args, iteration=iteration - 1)
-                    print(f"error: gradient norm {grad_norm.item()} in iteration {iteration}; finite weights are in "
-                          f"{run_dir}/checkpoint.pt, the last metrics in {run_dir}/metrics.jsonl", file=sys.stderr)  # fmt: skip
+                    print(f"error: gradient norm {grad_norm.item()} in iteration {iteration}; the last metrics are in "
+                          f"{run_dir}/metrics.jsonl, the last checkpoint, which is finite, in {run_dir}/checkpoint.pt",
+                          file=sys.stderr)  # fmt: skip
                     sys.exit(1)
                 sums["losses/grad_norm"] = grad_norm
                 optimizer.step()

@@ -217,7 +217,7 @@ def warm_start(model, tokenizer, env_class, env_options, *, seed, steps, batch_s
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         num_tokens += int((kinds > 0).sum())
-        if step >= 0.9 * steps:
+        if step >= int(0.9 * steps):
             for kind, name in enumerate(("policy", *env_class.tools), 1):
                 losses.setdefault(name, []).append(nll[kinds[:, 1:] == kind].detach())
     metrics = {"warm_start/episodes": steps * batch_size, "warm_start/tokens": num_tokens, "warm_start/seconds": time.time() - start}

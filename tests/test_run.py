@@ -1,8 +1,8 @@
 """Whole runs of the scripts: same seed, kill and resume, bad input, tracking, failures in the middle, logs, learning.
 
 Every test runs on each script that exists. Most call train() in the test's own process with a tiny model; `cli`
-executes the file as `python script.py` would, and a subprocess is used only where the process is the point. Each test says which
-bug it would catch; #n is a public report of that bug.
+executes the file as `python script.py` would, and a subprocess is used only where the process is the point. Each test
+says which bug it would catch; #n is a public report of that bug.
 """
 
 import gc
@@ -361,7 +361,11 @@ def test_bad_flags_are_refused(script, flags, tmp_path, capsys):
     exit 2, names the flag and one that works, nothing written."""
     if flags == {"group_size": 1} and script.__name__ in ("reinforce", "ppo"):
         pytest.skip("their baselines need no group")
-    error = refused(script, capsys, make_args(script, tmp_path / "runs", **dict(num_groups=2) | flags))
+    error = refused(
+        script,
+        capsys,
+        make_args(script, tmp_path / "runs", **({"num_groups": 2} if "num_minibatches" in flags else {}) | flags),
+    )
     names = [f"--{name.replace('_', '-')}" for name in flags if name != "env_id"]
     assert all(name in error for name in names) and len(error) < 250, error
     if "num_minibatches" in flags and flags["num_minibatches"] == 5:
