@@ -11,12 +11,13 @@
     start from imitation of an explorer that knows no answer; evaluate greedily on test tasks
 
 Shapes: B episodes = num_groups x group_size (G), K turns, T tokens, V vocabulary, D hidden size.
-What the name covers, as flags (the default is GRPO++ that keeps truncated episodes in the loss):
-    GRPO (paper)            --baseline mean --norm std --loss-agg seq-mean-token-mean --clip-coef-high 0.2 --kl-coef 0.04
-    Dr. GRPO (2503.20783)   --baseline mean --norm none --loss-agg constant --clip-coef-high 0.2
-    DAPO (2503.14476)       --baseline mean --norm std --loss-agg token-mean --clip-coef-high 0.28 --filter-truncated
-    GRPO++ (DeepSWE)        --baseline loo --norm none --loss-agg constant --clip-coef-high 0.28 --filter-truncated
-DAPO's resampling of constant groups and its soft length penalty are left out: constant groups have zero gradient here.
+What the name covers, as flags (the default is GRPO++ that keeps truncated episodes and adds a fading KL to the start):
+    GRPO (paper)            --baseline mean --norm std --loss-agg seq-mean-token-mean --clip-coef-high 0.2
+                            --kl-coef 0.04 --no-anneal-kl
+    Dr. GRPO (2503.20783)   --baseline mean --clip-coef-high 0.2 --kl-coef 0
+    DAPO (2503.14476)       --baseline mean --norm std --loss-agg token-mean --kl-coef 0 --filter-truncated
+    GRPO++ (DeepSWE)        --kl-coef 0 --filter-truncated
+DAPO's resampling of constant groups and its soft length penalty are left out; a constant group has no policy gradient.
 
     python grpo.py                    # BugFix on the CPU, a few minutes
     python grpo.py --cuda --seed 2
@@ -56,7 +57,7 @@ class Args:
     wandb_project_name: str = "agentic-rl"  # Weights & Biases project
     wandb_entity: Optional[str] = None  # Weights & Biases team
     env_id: Literal["bugfix", "number"] = "bugfix"  # BugFix gym or hidden number
-    num_iterations: int = 80  # iterations of rollout and update; 0 stops after the warm start
+    num_iterations: int = 50  # iterations of rollout and update; 0 stops after the warm start
     num_groups: int = 32  # groups in a batch, each on one task
     group_size: int = 8  # episodes in a group
     max_turns: Optional[int] = None  # turn limit of an episode (None: the environment's)
@@ -66,14 +67,14 @@ class Args:
     ent_coef: float = 0.0  # coefficient of the entropy bonus
     mask_observations: bool = True  # keep tool output out of the loss; the ablation trains on it too
     filter_truncated: bool = False  # no loss on episodes out of turns or context; they still count in the baseline
-    warm_start_steps: int = 400  # gradient steps of imitation before the first iteration
+    warm_start_steps: int = 500  # gradient steps of imitation before the first iteration
     warm_start_batch_size: int = 32  # explorer episodes in such a step
     warm_start_learning_rate: float = 6e-3  # peak learning rate of the imitation
     warm_start_observations: bool = True  # imitate tool output too; otherwise only the explorer's own tokens
-    eval_every: int = 20  # iterations between evaluations
+    eval_every: int = 10  # iterations between evaluations
     eval_tasks: int = 512  # tasks in an evaluation, played greedily
     eval_split: Literal["dev", "test"] = "test"  # tune on dev, report on test
-    save_every: int = 20  # iterations between checkpoints
+    save_every: int = 10  # iterations between checkpoints
     init_from: Optional[Path] = None  # checkpoint to begin with, instead of the warm start
     resume: Optional[Path] = None  # checkpoint of a run to go on with, in that run's folder
     runs_dir: Path = Path("runs")  # folder of the runs
@@ -96,7 +97,7 @@ class Args:
     norm: Literal["none", "std"] = "none"  # divide by the group's standard deviation
     clip_coef: float = 0.2  # ratio is clipped below at 1 - clip_coef
     clip_coef_high: float = 0.28  # and above at 1 + clip_coef_high
-    kl_coef: float = 0.0  # coefficient of the KL penalty to the frozen starting policy
+    kl_coef: float = 0.1  # coefficient of the KL penalty to the frozen starting policy
     anneal_kl: bool = True  # let it fade linearly to zero, like the learning rate
     loss_agg: Literal["token-mean", "seq-mean-token-mean", "constant"] = "constant"  # constant: the token budget
     update_epochs: int = 1  # passes over a batch

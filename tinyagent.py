@@ -232,7 +232,7 @@ class Args:
     seed: int = 1  # seed of the weights and of the explorer
     cuda: bool = False  # run on the GPU; without one the script stops
     env_id: Literal["bugfix", "number"] = "bugfix"  # BugFix gym or hidden number
-    warm_start_steps: int = 400  # gradient steps
+    warm_start_steps: int = 500  # gradient steps
     warm_start_batch_size: int = 32  # explorer episodes in a step
     warm_start_learning_rate: float = 6e-3  # peak learning rate
     warm_start_observations: bool = True  # imitate whole episodes, tool output included; otherwise only the explorer's tokens
