@@ -1217,8 +1217,9 @@ def train(args):
               + f"  {seconds:.2f}s, {(args.num_iterations - iteration) * seconds:.0f}s left", flush=True)  # fmt: skip
         if metrics["charts/truncation_rate"] == 1:
             print("warning: every episode was cut by the context, nothing can be learned; raise --context-length", flush=True)
-        elif num_steps == 0:
-            print("warning: every group is constant, no optimizer step was taken", flush=True)
+        elif not advantages.any():
+            skipped = "" if num_steps else ", no optimizer step was taken"
+            print(f"warning: every group is constant: its rewards teach nothing{skipped}", flush=True)
         if iteration % args.eval_every == 0 or iteration == args.num_iterations:
             metrics |= run_evaluation()
         log(iteration, metrics)

@@ -41,7 +41,7 @@ COMMON_KEYS = """
     losses/advantage_std time/rollout time/env time/update eval/success_rate eval/episodic_return
     eval/hack_rate eval/tool_calls eval/pass@8 eval/unseen_pairs_success_rate
 """.split()
-GROUP_KEYS = ["charts/frac_zero_std_groups", "losses/clipfrac"]
+GROUP_KEYS = ["charts/frac_zero_std_groups", "losses/clipfrac", "losses/ref_kl"]
 OWN_KEYS = {
     "reinforce": [],
     "ppo": ["losses/clipfrac", "losses/value_loss", "losses/explained_variance"],
@@ -563,7 +563,7 @@ def test_a_nan_gradient_stops_the_run(script, start, tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(script, "compute_loss", planted)
     with pytest.raises(SystemExit) as stop:
-        script.train(make_args(script, tmp_path, init_from=start, num_iterations=4, num_groups=8))
+        script.train(make_args(script, tmp_path, init_from=start, num_iterations=4, num_groups=8, save_every=1))
     error = capsys.readouterr().err
     assert stop.value.code == 1 and error.startswith("error: ") and "iteration 2" in error and error.count("\n") == 1
     assert [line["iteration"] for line in read_metrics(folder(tmp_path))] == [0, 1]
@@ -607,7 +607,8 @@ def test_constant_groups_leave_the_weights_alone(script, start, tmp_path, monkey
             with_reward(env, lambda terminated: 0.7 * terminated)
 
     on_training_rollouts(monkeypatch, script, before=before)
-    metrics, state = run(script, tmp_path, init_from=start, num_iterations=3, num_groups=8)
+    no_kl = {"kl_coef": 0.0} if hasattr(script.Args, "kl_coef") else {}
+    metrics, state = run(script, tmp_path, init_from=start, num_iterations=3, num_groups=8, **no_kl)
     assert not same(states[0], states[1])
     assert same(states[1], states[2]) and same(states[2], state["model"])
     assert capsys.readouterr().out.count("warning: every group is constant") == 2
