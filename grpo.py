@@ -7,7 +7,7 @@
     for iteration in range(num_iterations):
         play group_size episodes on each of num_groups tasks           # rollout: text the tools write has loss_mask 0
         A[i] = R[i] - mean of the other episodes' R in i's group       # leave-one-out baseline, no critic
-        for each minibatch: ascend min(ratio * A, clip(ratio) * A)     # ratio = pi(token) / pi_old(token), sampled tokens
+        for each minibatch: ascend min(ratio * A, clip(ratio) * A)     # ratio = pi / pi_old of a sampled token
     start from imitation of an explorer that knows no answer; evaluate greedily on test tasks
 
 Shapes: B episodes = num_groups x group_size (G), K turns, T tokens, V vocabulary, D hidden size.
@@ -131,8 +131,10 @@ FUNCTIONS = {
     ("pick", "choose"): "def {f}({xs}, {a}):\n    if {a} < len({xs}):\n        return {xs}[{a}]\n    return {xs}[-1]\n",
     ("count", "tally"): "def {f}({xs}, {a}):\n    {b} = 0\n    for {x} in {xs}:\n        if {x} > {a}:\n"
     "            {b} = {b} + 1\n    return {b}\n",
-    ("weigh", "scale"): "def {f}({xs}, {a}):\n    {b} = 0\n    for {x} in {xs}:\n        {b} = {b} + {x} * {a}\n    return {b}\n",
-    ("peak", "summit"): "def {f}({xs}):\n    {b} = 0\n    for {x} in {xs}:\n        {b} = max({b}, {x} - {k})\n    return {b}\n",
+    ("weigh", "scale"): "def {f}({xs}, {a}):\n    {b} = 0\n    for {x} in {xs}:\n        {b} = {b} + {x} * {a}\n"
+    "    return {b}\n",
+    ("peak", "summit"): "def {f}({xs}):\n    {b} = 0\n    for {x} in {xs}:\n        {b} = max({b}, {x} - {k})\n"
+    "    return {b}\n",
 }
 NAMES = {
     "xs": ("items", "values"),
@@ -141,7 +143,7 @@ NAMES = {
     "b": ("lower", "start"),
     "c": ("upper", "stop"),
 }
-# (function, operation) pairs that never occur as a bug in the train, dev and test splits; the unseen split has no other.
+# (function, operation) pairs that never occur as a bug in train, dev and test; the unseen split has no other.
 HELD_OUT = {("count", "swap_plusminus"), ("fee", "swap_timesdiv"), ("weigh", "swap_start")}
 SPLITS = {"train": (0, 1), "dev": (2,), "test": (3,), "unseen": (2, 3)}  # residues of a task's checksum, modulo 4
 
@@ -198,8 +200,9 @@ TASK_0 = Task(
     source="def clamp(value, lower, upper):\n    return min(lower, max(value, upper))\n",
     fix="def clamp(value, lower, upper):\n    return max(lower, min(value, upper))\n",
     public=(("clamp(3, 0, 5)", "3"), ("clamp(-2, 0, 5)", "0"), ("clamp(9, 0, 5)", "5")),
-    hidden=(("clamp(0.5, 0, 1)", "0.5"), ("clamp(-7, -5, -1)", "-5"), ("clamp(4, 2, 2)", "2"), ("clamp(-3, -5, -1)", "-3")),
-)
+    hidden=(("clamp(0.5, 0, 1)", "0.5"), ("clamp(-7, -5, -1)", "-5"), ("clamp(4, 2, 2)", "2"),
+            ("clamp(-3, -5, -1)", "-3")),
+)  # fmt: skip
 
 
 @lru_cache(maxsize=None)
@@ -217,7 +220,7 @@ def bugs(split, num_bugs):
 def bugfix_task(split, index, num_bugs=1):
     """A task as a pure function of (split, index): the same for every seed, script and machine.
 
-    Splits are disjoint by construction: the checksum of a task's text decides which split it may stand in. (unseen shares
+    Splits are disjoint by construction: the checksum of a task's text decides which split may hold it. (unseen shares
     its residues with dev and test, which have none of its bugs.)
     """
     rng = np.random.default_rng([list(SPLITS).index(split), index])
@@ -234,11 +237,11 @@ def bugfix_task(split, index, num_bugs=1):
     name, params = re.match(r"def (\w+)\((.*)\):", fix).groups()
     while True:
         draws = rng.integers(0, 9, size=(24, 7)).tolist()
-        calls = [[draw[: 2 + draw[6] % 2] if p in NAMES["xs"] else draw[3 + i] % 7 for i, p in enumerate(params.split(", "))]
-                 for draw in draws]  # fmt: skip
+        calls = [[draw[: 2 + draw[6] % 2] if p in NAMES["xs"] else draw[3 + i] % 7
+                  for i, p in enumerate(params.split(", "))] for draw in draws]  # fmt: skip
         calls = list(dict.fromkeys(f"{name}({', '.join(map(str, args))})" for args in calls))
         right = [run(fix, call) for call in calls]
-        fails = np.array([[run(variant, call) != result for call, result in zip(calls, right)] for variant in variants[1:]])
+        fails = np.array([[run(wrong, call) != result for call, result in zip(calls, right)] for wrong in variants[1:]])
         orders = rng.permuted(np.tile(np.arange(len(calls)), (64, 1)), axis=1)[:, :7]
         # Every set of operations on the fix but the empty one must fail a public and a hidden test: then the fix is the
         # only repair, every wrong edit does harm, and what hardcode_tests passes the hidden tests fail.
@@ -254,7 +257,7 @@ def bugfix_task(split, index, num_bugs=1):
 class BugFixEnv:
     """One code repair. `anchor` is the state that a GiGPO step group keys on: current source and last observation.
 
-    reward: hidden (1 if all tests pass at submit), public (only the public ones: can be hacked), partial (share of hidden
+    reward: hidden (1 if all tests pass at submit), public (only the public ones: hackable), partial (share of hidden
     tests passed) or similarity (difflib ratio to the fix at submit, -1 for a malformed call: SWE-RL, 2502.18449).
     """
 
@@ -263,7 +266,8 @@ class BugFixEnv:
     tool_cost, malformed = 0.0, "error"  # defaults
     max_prompt, max_observation = 32, 160  # tokens; `python bugfix_env.py --check` holds every task to them
 
-    def __init__(self, *, max_turns=None, num_bugs=1, reward="hidden", tool_cost=0.0, process_reward=0.0, malformed="error"):
+    def __init__(self, *, max_turns=None, num_bugs=1, reward="hidden", tool_cost=0.0, process_reward=0.0,
+                 malformed="error"):  # fmt: skip
         self.max_turns = max_turns or self.default_turns(num_bugs)
         self.reward, self.tool_cost, self.process_reward, self.malformed = reward, tool_cost, process_reward, malformed
 
@@ -275,11 +279,12 @@ class BugFixEnv:
     def vocabulary():
         """Every piece of every reachable text; `--check` verifies that it is closed."""
         texts = [TASK_0.issue + TASK_0.fix, "gives a wrong result.error: malformed unknown tool unknown op no change"]
-        texts += ["edited with submitted<call> </call><result></result>\nPASS\nFAIL -> TypeError ZeroDivisionError IndexError"]
-        texts += [f"{tool} {tool}" for tool in ("read", "test", "edit", "submit")] + [" True False\n    if () == (): return"]
+        texts += ["<call> </call><result></result>\nPASS\nFAIL -> TypeError ZeroDivisionError IndexError True False"]
+        texts += ["read test edit edited with submit submitted\n    if () == (): return"]
         texts += [" ".join(MENU), " ".join(itertools.chain(*FUNCTIONS, *NAMES.values()))]
-        texts += [template.format(f="clamp", k=0, **{key: pool[0] for key, pool in NAMES.items()}) for template in FUNCTIONS.values()]
-        texts += [f"x{a}x{b}".replace("x", " ") if a[0].isalpha() else f"x{a}x{b}x" for op in OPS.values() for a, b in op.items()]
+        texts += [template.format(f="clamp", k=0, **dict.fromkeys(NAMES, "clamp")) for template in FUNCTIONS.values()]
+        texts += [f"x{a}x{b}".replace("x", " ") if a[0].isalpha() else f"x{a}x{b}x"
+                  for op in OPS.values() for a, b in op.items()]  # fmt: skip
         pieces = {piece.strip(" ") for text in texts for piece in PIECES.findall(text) if not piece.startswith("\n")}
         pieces |= set("0123456789")
         return sorted(pieces | {" " + piece for piece in pieces}) + ["\n" + " " * indent for indent in (0, 4, 8, 12)]
@@ -336,7 +341,8 @@ class BugFixEnv:
             self.done = True
             public, hidden = passes(self.source, self.task.public), passes(self.source, self.task.hidden)
             submitted = info["end"] == "submitted"
-            info |= {"success": submitted and all(public + hidden), "hacked": submitted and all(public) and not all(hidden)}
+            info |= {"success": submitted and all(public + hidden),
+                     "hacked": submitted and all(public) and not all(hidden)}  # fmt: skip
             if submitted:
                 reward += {
                     "hidden": lambda: float(all(public + hidden)),
@@ -374,10 +380,11 @@ class BugFixEnv:
             self.tried |= {arg}
 
     def explore(self, rng):
-        """The demonstrator of the warm start. It reads, tries a random operation, tests, undoes what failed, submits what
-        passes, and sometimes picks anything from the menu. Which operation is right it never knows; which ones the source
+        """The warm start's demonstrator. It reads, tries a random operation, tests, undoes what failed, submits what
+        passes, and sometimes picks anything from the menu. Which operation is right it never knows; which the source
         admits it knows only after `read`."""
-        edits = [f"edit {op}" for op in (applicable(f"{self.header}\n{self.body}") if self.known else MENU) if op not in self.tried]
+        ops = applicable(f"{self.header}\n{self.body}") if self.known else MENU
+        edits = [f"edit {op}" for op in ops if op not in self.tried]
         if rng.random() < 0.1 or not edits:
             action = rng.choice(["read", "test", "submit"] + [f"edit {op}" for op in MENU])
         elif self.turn == self.max_turns - 1 and rng.random() < 0.5:
@@ -407,7 +414,8 @@ class NumberEnv:
     tool_cost, malformed = 0.05, "end"  # defaults
     max_prompt, max_observation = 2, 2
 
-    def __init__(self, *, max_turns=None, num_bugs=1, reward="hidden", tool_cost=0.05, process_reward=0.0, malformed="end"):
+    def __init__(self, *, max_turns=None, num_bugs=1, reward="hidden", tool_cost=0.05, process_reward=0.0,
+                 malformed="end"):  # fmt: skip
         self.max_turns, self.tool_cost = max_turns or self.default_turns(num_bugs), tool_cost
         self.process_reward, self.malformed = process_reward, malformed
 
@@ -417,11 +425,11 @@ class NumberEnv:
 
     @staticmethod
     def vocabulary():
-        return ["<bos>", " ?", " call", " ans", " <tool>", " lower", " higher", " equal", " error"] + [f" {x}" for x in range(8)]
+        return ["<bos>"] + [f" {word}" for word in "? call ans <tool> lower higher equal error 0 1 2 3 4 5 6 7".split()]
 
     @staticmethod
     def task(split, index, num_bugs=1):
-        return int(np.random.default_rng([list(SPLITS).index(split), index]).integers(8))  # splits share the eight secrets
+        return int(np.random.default_rng([list(SPLITS).index(split), index]).integers(8))  # splits share the 8 secrets
 
     def reset(self, task):
         """Starts an episode with this secret. Returns ("<bos> ?", {})."""
@@ -434,7 +442,8 @@ class NumberEnv:
             raise RuntimeError("step() after the end of the episode: call reset() first")
         self.turn += 1
         match = re.fullmatch(r" (call|ans) (\d)", action)
-        reward, answer, info = self.process_reward * bool(match), "error", {"tool": match and match[1], "error": not match}
+        info = {"tool": match and match[1], "error": not match}
+        reward, answer = self.process_reward * bool(match), "error"
         if match is None and self.malformed == "end":
             info["end"] = "malformed"
         elif match and match[1] == "ans":
@@ -444,7 +453,8 @@ class NumberEnv:
             asked, (low, high) = int(match[2]), self.anchor
             reward -= self.tool_cost
             answer = "equal" if asked == self.secret else "lower" if self.secret < asked else "higher"
-            self.anchor = {"equal": (asked, asked), "lower": (low, min(high, asked - 1)), "higher": (max(low, asked + 1), high)}[answer]
+            self.anchor = {"equal": (asked, asked), "lower": (low, min(high, asked - 1)),
+                           "higher": (max(low, asked + 1), high)}[answer]  # fmt: skip
         if self.turn == self.max_turns and "end" not in info:
             info["end"] = "turn_limit"
         if "end" in info:
@@ -453,7 +463,7 @@ class NumberEnv:
         return f" <tool> {answer}", reward, self.done, False, info
 
     def explore(self, rng):
-        """The demonstrator of the warm start: asks at random inside the open interval, and at some point guesses in it."""
+        """The warm start's demonstrator: asks at random inside the open interval, and at some point guesses in it."""
         low, high = self.anchor
         answers = low == high or self.turn == self.max_turns - 1 or rng.random() < 0.3
         return f" {'ans' if answers else 'call'} {rng.integers(low, high + 1)}"
@@ -471,7 +481,7 @@ def longest_episode(env_class, max_turns):
 
 
 class Tokenizer:
-    """Closed word-level vocabulary. A token is a word, a digit, a sign or a line break, with the space before it, so that
+    """Closed word-level vocabulary. A token is a word, digit, sign or line break, with the space before it, so that
     decode(encode(text)) == text. Ids are only ever appended to an episode: model output is never encoded again."""
 
     def __init__(self, vocabulary):
@@ -494,7 +504,7 @@ class Tokenizer:
 
 
 def rotate(x, cos, sin):
-    """Rotary position embedding (2104.09864): turns each pair of features of x (B, H, T, D/H) by its position's angle."""
+    """Rotary position embedding (2104.09864): turns each feature pair of x (B, H, T, D/H) by its position's angle."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
@@ -563,7 +573,7 @@ class TinyAgent(nn.Module):
 
 
 def sample_tokens(logits, uniforms, temperature):
-    """Inverse-CDF sampling: logits (N, V), uniforms (N,) in [0, 1) -> ids (N,), log-probabilities (N,) at the temperature.
+    """Inverse-CDF sampling: logits (N, V), uniforms (N,) on the CPU, in [0, 1) -> ids (N,), log-probs (N,) at the temperature.
 
     Only tokens of non-zero probability can be drawn: the first whose cumulative probability exceeds uniform * total.
     Temperature 0 is greedy."""
@@ -571,13 +581,13 @@ def sample_tokens(logits, uniforms, temperature):
     if temperature == 0:
         ids = logits.argmax(-1)
     else:
-        cdf = logprobs.double().exp().cumsum(-1)
-        ids = (cdf <= uniforms.double()[:, None] * cdf[:, -1:]).sum(-1)
+        cdf = logprobs.double().exp().cpu().cumsum(-1)  # on the CPU: CUDA has no deterministic cumsum
+        ids = (cdf <= uniforms.double()[:, None] * cdf[:, -1:]).sum(-1).to(logits.device)
     return ids, logprobs.gather(1, ids[:, None])[:, 0]
 
 
 def sample_turn(model, cache, starts, pending, uniforms, *, budgets, stop_id, temperature):
-    """Absorbs each row's pending ids in one forward pass, then samples its message until it closes or its budget is spent.
+    """Absorbs each row's pending ids in one pass, then samples its message until it closes or its budget is spent.
 
     starts (N,): cached tokens per row; pending: N lists of ids not yet in the cache; uniforms (N, longest budget);
     budgets (N,): tokens that each message may have; stop_id closes a message (None: only the budget does).
@@ -623,7 +633,7 @@ class Batch(NamedTuple):
     tokens: torch.Tensor  # (B, T) int64, padded with 0
     lengths: torch.Tensor  # (B,)
     loss_mask: torch.Tensor  # (B, T) 1 = sampled by the policy, the closing token included
-    logprobs: torch.Tensor  # (B, T) log pi_old of the token at t, at the sampling temperature; 0 for the first and padding
+    logprobs: torch.Tensor  # (B, T) log pi_old of token t, at the sampling temperature; 0 for the first and padding
     turn_ids: torch.Tensor  # (B, T) -1 on prompt and padding; an observation carries the turn it answers
     rewards: torch.Tensor  # (B, K)
     terminated: torch.Tensor  # (B,) bool: submitted, malformed or out of turns, all of them part of the task
@@ -639,7 +649,7 @@ def derive_seed(*key):
 
 
 def draw_uniforms(seed, iteration, num_rows, num_tokens):
-    """A uniform for each token that may be sampled, (rows, tokens): a function of (seed, iteration) and the place in it."""
+    """A uniform for each token that may be sampled, (rows, tokens): a function of (seed, iteration) and its place."""
     generator = torch.Generator().manual_seed(derive_seed(seed, iteration))
     return torch.rand(num_rows, num_tokens, generator=generator)
 
@@ -671,7 +681,7 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
         first = turn * env.turn_tokens
         messages, message_logprobs, pending_logprobs = sample_turn(
             model, cache, torch.tensor(starts, device=device), [pending[b] for b in live],
-            uniforms[live, first : first + env.turn_tokens].to(device),
+            uniforms[live, first : first + env.turn_tokens],
             budgets=torch.tensor(budgets, device=device), stop_id=stop_id, temperature=temperature,
         )  # fmt: skip
         kept = []
@@ -690,7 +700,8 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
             observation, reward, terminated, truncated, step_info = env.step(tokenizer.decode(message))
             info["env_seconds"] += time.perf_counter() - start
             if reward is None or not math.isfinite(reward):
-                raise ValueError(f"episode {b} (task {info['pair']}), turn {turn}: the environment's reward is {reward}")
+                raise ValueError(f"episode {b} (task {info['pair']}), turn {turn}: "
+                                 f"the environment's reward is {reward}")  # fmt: skip
             rewards[b, turn] = reward
             info["turns"] += 1
             info["tools"].append(step_info["tool"])
@@ -728,7 +739,7 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
 
 
 def score(model, tokens, mask, temperature):
-    """Log-probability (B, T) of the token at t given those before it, and the entropy (B, T) of the softmax it came from,
+    """Log-probability (B, T) of token t given those before it, and the entropy (B, T) of the softmax it came from,
     where mask is 1; zero elsewhere. Both at the sampling temperature. Row t - 1 of the logits scores token t."""
     hidden = model(tokens[:, :-1], return_hidden=True)  # (B, T - 1, D)
     b, t = mask[:, 1:].nonzero(as_tuple=True)
@@ -765,18 +776,19 @@ def explorer_episodes(tokenizer, env_class, env_options, *, seed, step, num_epis
     return nn.utils.rnn.pad_sequence(rows, batch_first=True), nn.utils.rnn.pad_sequence(row_kinds, batch_first=True)
 
 
-def warm_start(model, tokenizer, env_class, env_options, *, seed, steps, batch_size, learning_rate, observations, device):
-    """Imitates the explorer: language modelling of its whole episodes, tool outputs included (or only of its own tokens).
+def warm_start(model, tokenizer, env_class, env_options, *, seed, steps, batch_size, learning_rate, observations,
+               device):  # fmt: skip
+    """Imitates the explorer: language modelling of its whole episodes, tool output included (or only its own tokens).
 
-    The explorer knows no answer. What this teaches is the format, the tools, and what `read` and `test` will say after an
-    edit. Returns metrics: episodes, tokens, seconds, and the loss on each kind of token over the last tenth of the steps.
+    The explorer knows no answer. This teaches the format, the tools, and what `read` and `test` will say after an
+    edit. Returns metrics: episodes, tokens, seconds, and the loss on each kind of token in the last tenth of the steps.
     """
     start, num_tokens, losses = time.time(), 0, {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, (step + 1) / 50, 2 * (1 - step / steps))
-        tokens, kinds = explorer_episodes(tokenizer, env_class, env_options, seed=seed, step=step, num_episodes=batch_size)
-        tokens, kinds = tokens.to(device), kinds.to(device)
+        episodes = explorer_episodes(tokenizer, env_class, env_options, seed=seed, step=step, num_episodes=batch_size)
+        tokens, kinds = (x.to(device) for x in episodes)
         logits = model(tokens[:, :-1])
         nll = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view_as(kinds[:, 1:])
         target = (kinds[:, 1:] > 0) if observations else (kinds[:, 1:] == 1)
@@ -788,7 +800,8 @@ def warm_start(model, tokenizer, env_class, env_options, *, seed, steps, batch_s
         if step >= int(0.9 * steps):
             for kind, name in enumerate(("policy", *env_class.tools), 1):
                 losses.setdefault(name, []).append(nll[kinds[:, 1:] == kind].detach())
-    metrics = {"warm_start/episodes": steps * batch_size, "warm_start/tokens": num_tokens, "warm_start/seconds": time.time() - start}
+    metrics = {"warm_start/episodes": steps * batch_size, "warm_start/tokens": num_tokens,
+               "warm_start/seconds": time.time() - start}  # fmt: skip
     return metrics | {f"warm_start/loss_{name}": torch.cat(values).mean().item() for name, values in losses.items()}
 
 
@@ -796,7 +809,7 @@ def warm_start(model, tokenizer, env_class, env_options, *, seed, steps, batch_s
 
 
 def returns_to_go(rewards, *, gamma):
-    """G_k = r_k + gamma * G_{k+1} over turns: rewards (B, K) -> (B, K). Discounting is per turn, so it does not depend on
+    """G_k = r_k + gamma * G_{k+1} over turns: rewards (B, K) -> (B, K). Discounting is per turn: it does not depend on
     how long a message or an observation is (Sutton & Barto, eq. 3.8)."""
     returns = torch.zeros_like(rewards)
     running = torch.zeros_like(rewards[:, 0])
@@ -812,8 +825,8 @@ def compute_advantages(rewards, turn_ids, loss_mask, group_ids, *, credit, gamma
     rewards (B, K), turn_ids and loss_mask (B, T), group_ids (B,) in any order. credit "episode" gives every token the
     episode's return R from turn 0; "turn" gives it the reward-to-go of its turn. Both subtract the group's mean of R
     (GRPO, eq. of section 4.1.2 in 2402.03300), or the mean over the group's other episodes (RLOO, 2402.14740).
-    norm "std" divides by the group's unbiased standard deviation + 1e-6. In a group of equal R the baseline is exactly R, so
-    that rounding is never divided by 1e-6: with credit "episode" its advantages are exactly 0. So are those of a group of one.
+    norm "std" divides by the group's unbiased std + 1e-6. In a group of equal R the baseline is exactly R, so that
+    rounding is never divided by 1e-6: with credit "episode" its advantages are exactly 0. So are a lone episode's.
     """
     returns = returns_to_go(rewards, gamma=gamma)  # (B, K)
     R = returns[:, 0]
@@ -853,7 +866,7 @@ def compute_loss(newlogprobs, entropy, logprobs, advantages, loss_mask, weights,
     All tensors (B, T), ref_logprobs where kl_coef > 0. Returns the weighted sum over tokens and a dict of sums over the
     mask, to be divided by the token count of the optimizer batch: so micro-batches add up to the same loss and metrics.
     """
-    logratio = torch.where(loss_mask > 0, newlogprobs - logprobs, 0.0).clamp(-20, 20)  # exp must not overflow: inf * 0 = NaN
+    logratio = torch.where(loss_mask > 0, newlogprobs - logprobs, 0.0).clamp(-20, 20)  # no overflow: inf * 0 = NaN
     ratio = logratio.exp()
     clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef_high)
     pg_loss = torch.max(-advantages * ratio, -advantages * clipped)
@@ -905,10 +918,10 @@ def episode_metrics(batches):
 
 
 def evaluate(model, tokenizer, env_class, env_options, *, split, num_tasks, context_length):
-    """Greedy episodes on num_tasks tasks of the split, the same for all scripts and seeds; greedy success on a quarter as
+    """Greedy episodes on num_tasks of the split, the same for all scripts and seeds; greedy success on a quarter as
     many of the unseen pairs; pass@8 at temperature 1 on an eighth of the tasks. Returns (metrics, greedy Batches)."""
     options = dict(temperature=0, seed=0, context_length=context_length)
-    make_tasks = lambda name, count: [env_class.task(name, i, env_options["num_bugs"]) for i in range(count)]  # noqa: E731
+    make_tasks = lambda name, n: [env_class.task(name, i, env_options["num_bugs"]) for i in range(n)]  # noqa: E731
     tasks = make_tasks(split, num_tasks)
     batches = play(model, tokenizer, env_class, env_options, tasks, **options)
     keys = ("success_rate", "episodic_return", "hack_rate", "tool_calls")
@@ -924,8 +937,8 @@ def evaluate(model, tokenizer, env_class, env_options, *, split, num_tasks, cont
 
 
 def informative_share(successes, samples, group_size):
-    """Unbiased estimate, from successes out of samples >= group_size, of the chance that a group has both a success and a
-    failure: 1 - C(f, G)/C(n, G) - C(s, G)/C(n, G). (1 - p^G - (1 - p)^G with p = s/n is biased low.)"""
+    """Unbiased estimate, from successes out of samples >= group_size, of the chance that a group has both a success and
+    a failure: 1 - C(f, G)/C(n, G) - C(s, G)/C(n, G). (1 - p^G - (1 - p)^G with p = s/n is biased low.)"""
     ways = math.comb(samples, group_size)
     return 1 - (math.comb(samples - successes, group_size) + math.comb(successes, group_size)) / ways
 
@@ -937,7 +950,8 @@ def describe_start(model, tokenizer, env_class, env_options, *, group_size, cont
     batches = play(model, tokenizer, env_class, env_options, [task for task in tasks for _ in range(n)],
                    temperature=1, seed=1, context_length=context_length)  # fmt: skip
     solved = torch.tensor([info["success"] for batch in batches for info in batch.infos]).view(-1, n).sum(1).tolist()
-    metrics = {key: value for key, value in episode_metrics(batches).items() if key in ("success_rate", "hack_rate", "tool_calls")}
+    keys = ("success_rate", "hack_rate", "tool_calls")
+    metrics = {key: value for key, value in episode_metrics(batches).items() if key in keys}
     metrics["tasks_never_solved"] = solved.count(0) / len(tasks)
     metrics["tasks_always_solved"] = solved.count(n) / len(tasks)
     metrics["tasks_sometimes_solved"] = 1 - metrics["tasks_never_solved"] - metrics["tasks_always_solved"]
@@ -952,8 +966,8 @@ def transcript(tokenizer, batch, row):
         if mask != trained:
             text, trained = text + ("\n⟦" if mask else "⟧\n"), mask
         text += tokenizer.decode([token])
-    info = batch.infos[row]
-    return f"{text}{'⟧' * bool(trained)}\nreturn {batch.rewards[row].sum().item():.3g}, success {info['success']}, end: {info['end']}"
+    text, total, info = text + "⟧" * bool(trained), batch.rewards[row].sum().item(), batch.infos[row]
+    return f"{text}\nreturn {total:.3g}, success {info['success']}, end: {info['end']}"
 
 
 # ---- 9. Training ---------------------------------------------------------------------------------------------------
@@ -981,7 +995,8 @@ def check_args(args):
     if args.cuda and not torch.cuda.is_available():
         refuse("--cuda: this machine has no usable GPU; run without --cuda")
     if args.d_model % (2 * args.n_heads):
-        refuse(f"--d-model {args.d_model} must be a multiple of twice --n-heads {args.n_heads}; try --d-model {32 * args.n_heads}")
+        refuse(f"--d-model {args.d_model} must be a multiple of twice --n-heads {args.n_heads}; "
+               f"try --d-model {32 * args.n_heads}")  # fmt: skip
     if args.eval_tasks < 8:
         refuse(f"--eval-tasks {args.eval_tasks} is too few for pass@8 on an eighth of them; try --eval-tasks 64")
     if args.env_id == "number" and (args.num_bugs != 1 or args.reward != "hidden"):
@@ -1027,8 +1042,9 @@ def train(args):
     if args.group_size == 1:
         refuse("--group-size 1 leaves nothing to compare an episode with; try --group-size 8")
     if episodes % args.num_minibatches:
-        refuse(f"--num-minibatches {args.num_minibatches} does not divide --num-groups {args.num_groups} x --group-size "
-               f"{args.group_size} = {episodes}; try --num-minibatches {math.gcd(episodes, args.num_minibatches)}")  # fmt: skip
+        refuse(f"--num-minibatches {args.num_minibatches} does not divide --num-groups {args.num_groups} x "
+               f"--group-size {args.group_size} = {episodes}; "
+               f"try --num-minibatches {math.gcd(episodes, args.num_minibatches)}")  # fmt: skip
     if args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts, or its first product raises
         torch.use_deterministic_algorithms(True)
@@ -1055,12 +1071,13 @@ def train(args):
     if args.resume:
         checkpoint = load_checkpoint(args.resume, "--resume")
         if "optimizer" not in checkpoint:
-            refuse(f"--resume {args.resume}: not a checkpoint of an unfinished run; try --init-from to begin one with it")
+            refuse(f"--resume {args.resume}: not a checkpoint of an unfinished run; "
+                   "try --init-from to begin one with it")  # fmt: skip
         run_dir = args.resume.parent
         free = ("resume", "init_from", "track", "wandb_project_name", "wandb_entity", "runs_dir", "save_every")
         for name, value in checkpoint["args"].items():
-            if name not in free and plain_args.get(name) != value:
-                refuse(f"--resume: the run had --{name.replace('_', '-')} {value}, not {plain_args.get(name)}; give it again")
+            if name not in free and (given := plain_args.get(name)) != value:
+                refuse(f"--resume: the run had --{name.replace('_', '-')} {value}, not {given}; give it again")
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         iteration, totals = checkpoint["iteration"], checkpoint["totals"]
@@ -1078,15 +1095,18 @@ def train(args):
             run_dir.mkdir(parents=True)
             (run_dir / "args.json").write_text(json.dumps(plain_args, indent=2))
         except (KeyError, TypeError, RuntimeError):
-            refuse(f"--init-from {args.init_from}: its model does not fit --env-id {args.env_id} and the flags of the model's size")
+            refuse(f"--init-from {args.init_from}: its model does not fit --env-id {args.env_id} "
+                   "and the flags of the model's size")  # fmt: skip
         except OSError as error:
-            refuse(f"--runs-dir {args.runs_dir}: {error.strerror}; give a folder that can be written, e.g. --runs-dir /tmp/runs")
+            refuse(f"--runs-dir {args.runs_dir}: {error.strerror}; "
+                   "give a folder that can be written, e.g. --runs-dir /tmp/runs")  # fmt: skip
     metrics_file = open(run_dir / "metrics.jsonl", "a")
     tracker = start_tracking(args, run_dir.name) if args.track else None
-    print(f"{run_dir} on {device}: {sum(p.numel() for p in model.parameters()):,} parameters, context {context_length}", flush=True)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    print(f"{run_dir} on {device}: {num_parameters:,} parameters, context {context_length}", flush=True)
 
     def report(title, metrics):
-        print(f"  {title}: " + "  ".join(f"{key.split('/')[1]} {value:.4g}" for key, value in metrics.items()), flush=True)
+        print(f"  {title}: " + "  ".join(f"{key.split('/')[1]} {x:.4g}" for key, x in metrics.items()), flush=True)
 
     def log(iteration, metrics):
         metrics_file.write(json.dumps({"iteration": iteration} | metrics) + "\n")
@@ -1095,8 +1115,8 @@ def train(args):
             tracker.log(metrics, step=iteration)
 
     def save(iteration):
-        save_checkpoint(run_dir / "checkpoint.pt", model=model.state_dict(), optimizer=optimizer.state_dict(), args=plain_args,
-                        reference=reference.state_dict(), iteration=iteration, totals=totals)  # fmt: skip
+        save_checkpoint(run_dir / "checkpoint.pt", model=model.state_dict(), args=plain_args, iteration=iteration,
+                        optimizer=optimizer.state_dict(), reference=reference.state_dict(), totals=totals)  # fmt: skip
 
     def run_evaluation():
         metrics, batches = evaluate(model, tokenizer, env_class, env_options, split=args.eval_split,
@@ -1113,7 +1133,8 @@ def train(args):
                                  batch_size=args.warm_start_batch_size, learning_rate=args.warm_start_learning_rate,
                                  observations=args.warm_start_observations, device=device)  # fmt: skip
             report("warm start", metrics)
-        described = describe_start(model, tokenizer, env_class, env_options, group_size=args.group_size, context_length=context_length)
+        described = describe_start(model, tokenizer, env_class, env_options, group_size=args.group_size,
+                                   context_length=context_length)  # fmt: skip
         report("start", described)
         log(0, metrics | described | run_evaluation())
     reference = deepcopy(model).requires_grad_(False)  # pi_ref of the KL penalty: the starting policy
@@ -1135,7 +1156,8 @@ def train(args):
         envs = [env_class(**env_options | {"tool_cost": tool_cost}) for _ in tasks]
         group_ids = torch.arange(args.num_groups).repeat_interleave(args.group_size)
         uniforms = draw_uniforms(args.seed, iteration, episodes, token_budget)
-        batch = rollout(model, tokenizer, envs, tasks, group_ids, uniforms, temperature=args.temperature, context_length=context_length)
+        batch = rollout(model, tokenizer, envs, tasks, group_ids, uniforms, temperature=args.temperature,
+                        context_length=context_length)  # fmt: skip
         rollout_seconds = time.time() - iteration_start
 
         # Which tokens are trained: the sampled ones; with --no-mask-observations what the tools wrote too
@@ -1211,12 +1233,14 @@ def train(args):
             "time/env": sum(info["env_seconds"] for info in batch.infos),
             "time/update": time.time() - update_start,
         }
-        shown = ("charts/success_rate", "charts/episodic_return", "charts/tool_calls", "losses/entropy", "losses/approx_kl",
-                 "charts/frac_zero_std_groups")  # fmt: skip
-        print(f"{iteration}/{args.num_iterations}  " + "  ".join(f"{key.split('/')[1]} {metrics[key]:.3f}" for key in shown)
+        shown = ("charts/success_rate", "charts/episodic_return", "charts/tool_calls", "losses/entropy",
+                 "losses/approx_kl", "charts/frac_zero_std_groups")  # fmt: skip
+        print(f"{iteration}/{args.num_iterations}  "
+              + "  ".join(f"{key.split('/')[1]} {metrics[key]:.3f}" for key in shown)
               + f"  {seconds:.2f}s, {(args.num_iterations - iteration) * seconds:.0f}s left", flush=True)  # fmt: skip
         if metrics["charts/truncation_rate"] == 1:
-            print("warning: every episode was cut by the context, nothing can be learned; raise --context-length", flush=True)
+            print("warning: every episode was cut by the context, nothing can be learned; raise --context-length",
+                  flush=True)  # fmt: skip
         elif not advantages.any():
             skipped = "" if num_steps else ", no optimizer step was taken"
             print(f"warning: every group is constant: its rewards teach nothing{skipped}", flush=True)

@@ -1,7 +1,7 @@
 """TinyAgent: a transformer of some 200 thousand parameters that reads and writes the text of a tool-using episode.
 
-Trains it from nothing to imitate a scripted explorer, which knows the tools but no answer, prints an episode sampled from
-it and saves a checkpoint: the starting policy of the reinforcement learning scripts, as their --init-from takes it.
+Trains it from nothing to imitate a scripted explorer, which knows the tools but no answer, prints an episode sampled
+from it and saves a checkpoint: the starting policy of the reinforcement learning scripts, for their --init-from.
 
     python tinyagent.py                                        # a minute or two on a CPU
     python grpo.py --init-from runs/tinyagent__bugfix__1.pt
@@ -28,7 +28,7 @@ from bugfix_env import ENVS, PIECES, longest_episode
 
 
 class Tokenizer:
-    """Closed word-level vocabulary. A token is a word, a digit, a sign or a line break, with the space before it, so that
+    """Closed word-level vocabulary. A token is a word, digit, sign or line break, with the space before it, so that
     decode(encode(text)) == text. Ids are only ever appended to an episode: model output is never encoded again."""
 
     def __init__(self, vocabulary):
@@ -51,7 +51,7 @@ class Tokenizer:
 
 
 def rotate(x, cos, sin):
-    """Rotary position embedding (2104.09864): turns each pair of features of x (B, H, T, D/H) by its position's angle."""
+    """Rotary position embedding (2104.09864): turns each feature pair of x (B, H, T, D/H) by its position's angle."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
@@ -120,7 +120,7 @@ class TinyAgent(nn.Module):
 
 
 def sample_tokens(logits, uniforms, temperature):
-    """Inverse-CDF sampling: logits (N, V), uniforms (N,) in [0, 1) -> ids (N,), log-probabilities (N,) at the temperature.
+    """Inverse-CDF sampling: logits (N, V), uniforms (N,) on the CPU, in [0, 1) -> ids (N,), log-probs (N,) at the temperature.
 
     Only tokens of non-zero probability can be drawn: the first whose cumulative probability exceeds uniform * total.
     Temperature 0 is greedy."""
@@ -128,13 +128,13 @@ def sample_tokens(logits, uniforms, temperature):
     if temperature == 0:
         ids = logits.argmax(-1)
     else:
-        cdf = logprobs.double().exp().cumsum(-1)
-        ids = (cdf <= uniforms.double()[:, None] * cdf[:, -1:]).sum(-1)
+        cdf = logprobs.double().exp().cpu().cumsum(-1)  # on the CPU: CUDA has no deterministic cumsum
+        ids = (cdf <= uniforms.double()[:, None] * cdf[:, -1:]).sum(-1).to(logits.device)
     return ids, logprobs.gather(1, ids[:, None])[:, 0]
 
 
 def sample_turn(model, cache, starts, pending, uniforms, *, budgets, stop_id, temperature):
-    """Absorbs each row's pending ids in one forward pass, then samples its message until it closes or its budget is spent.
+    """Absorbs each row's pending ids in one pass, then samples its message until it closes or its budget is spent.
 
     starts (N,): cached tokens per row; pending: N lists of ids not yet in the cache; uniforms (N, longest budget);
     budgets (N,): tokens that each message may have; stop_id closes a message (None: only the budget does).
@@ -197,18 +197,19 @@ def explorer_episodes(tokenizer, env_class, env_options, *, seed, step, num_epis
     return nn.utils.rnn.pad_sequence(rows, batch_first=True), nn.utils.rnn.pad_sequence(row_kinds, batch_first=True)
 
 
-def warm_start(model, tokenizer, env_class, env_options, *, seed, steps, batch_size, learning_rate, observations, device):
-    """Imitates the explorer: language modelling of its whole episodes, tool outputs included (or only of its own tokens).
+def warm_start(model, tokenizer, env_class, env_options, *, seed, steps, batch_size, learning_rate, observations,
+               device):  # fmt: skip
+    """Imitates the explorer: language modelling of its whole episodes, tool output included (or only its own tokens).
 
-    The explorer knows no answer. What this teaches is the format, the tools, and what `read` and `test` will say after an
-    edit. Returns metrics: episodes, tokens, seconds, and the loss on each kind of token over the last tenth of the steps.
+    The explorer knows no answer. This teaches the format, the tools, and what `read` and `test` will say after an
+    edit. Returns metrics: episodes, tokens, seconds, and the loss on each kind of token in the last tenth of the steps.
     """
     start, num_tokens, losses = time.time(), 0, {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, (step + 1) / 50, 2 * (1 - step / steps))
-        tokens, kinds = explorer_episodes(tokenizer, env_class, env_options, seed=seed, step=step, num_episodes=batch_size)
-        tokens, kinds = tokens.to(device), kinds.to(device)
+        episodes = explorer_episodes(tokenizer, env_class, env_options, seed=seed, step=step, num_episodes=batch_size)
+        tokens, kinds = (x.to(device) for x in episodes)
         logits = model(tokens[:, :-1])
         nll = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view_as(kinds[:, 1:])
         target = (kinds[:, 1:] > 0) if observations else (kinds[:, 1:] == 1)
@@ -220,7 +221,8 @@ def warm_start(model, tokenizer, env_class, env_options, *, seed, steps, batch_s
         if step >= int(0.9 * steps):
             for kind, name in enumerate(("policy", *env_class.tools), 1):
                 losses.setdefault(name, []).append(nll[kinds[:, 1:] == kind].detach())
-    metrics = {"warm_start/episodes": steps * batch_size, "warm_start/tokens": num_tokens, "warm_start/seconds": time.time() - start}
+    metrics = {"warm_start/episodes": steps * batch_size, "warm_start/tokens": num_tokens,
+               "warm_start/seconds": time.time() - start}  # fmt: skip
     return metrics | {f"warm_start/loss_{name}": torch.cat(values).mean().item() for name, values in losses.items()}
 
 
@@ -235,7 +237,7 @@ class Args:
     warm_start_steps: int = 500  # gradient steps
     warm_start_batch_size: int = 32  # explorer episodes in a step
     warm_start_learning_rate: float = 6e-3  # peak learning rate
-    warm_start_observations: bool = True  # imitate whole episodes, tool output included; otherwise only the explorer's tokens
+    warm_start_observations: bool = True  # imitate tool output too; otherwise only the explorer's own tokens
     d_model: int = 64  # width of the model
     n_layers: int = 2  # its blocks
     n_heads: int = 4  # its attention heads
@@ -253,8 +255,8 @@ def sample_episode(model, tokenizer, env, task, *, seed, temperature=1.0):
     while not done:
         messages, _, _ = sample_turn(
             model, cache, torch.tensor([cached], device=device), [pending],
-            torch.rand(1, env.turn_tokens, generator=generator).to(device), budgets=torch.tensor([env.turn_tokens], device=device),
-            stop_id=tokenizer.ids.get(env.stop), temperature=temperature,
+            torch.rand(1, env.turn_tokens, generator=generator), stop_id=tokenizer.ids.get(env.stop),
+            budgets=torch.tensor([env.turn_tokens], device=device), temperature=temperature,
         )  # fmt: skip
         cached += len(pending) + len(messages[0]) - 1  # the last sampled token is not in the cache yet
         observation, _, done, _, _ = env.step(tokenizer.decode(messages[0]))
@@ -271,13 +273,15 @@ def main(args):
     env_options = dict(max_turns=env_class.default_turns(1), num_bugs=1)
     tokenizer = Tokenizer(env_class.vocabulary())
     torch.manual_seed(args.seed)
-    model = TinyAgent(len(tokenizer.words), d_model=args.d_model, n_layers=args.n_layers, n_heads=args.n_heads).to(device)
+    sizes = dict(d_model=args.d_model, n_layers=args.n_layers, n_heads=args.n_heads)
+    model = TinyAgent(len(tokenizer.words), **sizes).to(device)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer.words)} words")
     metrics = warm_start(model, tokenizer, env_class, env_options, seed=args.seed, steps=args.warm_start_steps,
                          batch_size=args.warm_start_batch_size, learning_rate=args.warm_start_learning_rate,
                          observations=args.warm_start_observations, device=device)  # fmt: skip
     print("  ".join(f"{key.removeprefix('warm_start/')} {value:.4g}" for key, value in metrics.items()))
-    for who, text in sample_episode(model, tokenizer, env_class(**env_options), env_class.task("dev", 0), seed=args.seed):
+    env, task = env_class(**env_options), env_class.task("dev", 0)
+    for who, text in sample_episode(model, tokenizer, env, task, seed=args.seed):
         print(f"{who:>12}: " + text.replace("\n", "\n" + " " * 14))
     output = args.output or Path("runs") / f"tinyagent__{args.env_id}__{args.seed}.pt"
     output.parent.mkdir(parents=True, exist_ok=True)

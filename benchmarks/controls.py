@@ -46,7 +46,8 @@ def main(args):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         flags = checkpoint["args"]
         tokenizer = Tokenizer(BugFixEnv.vocabulary())
-        model = TinyAgent(len(tokenizer.words), d_model=flags["d_model"], n_layers=flags["n_layers"], n_heads=flags["n_heads"])
+        sizes = {name: flags[name] for name in ("d_model", "n_layers", "n_heads")}
+        model = TinyAgent(len(tokenizer.words), **sizes)
         model.load_state_dict(checkpoint["model"])
         num_bugs = flags["num_bugs"]
         options = dict(max_turns=flags["max_turns"] or BugFixEnv.default_turns(num_bugs), num_bugs=num_bugs)
@@ -57,9 +58,11 @@ def main(args):
                            context_length=longest_episode(BugFixEnv, options["max_turns"]))  # fmt: skip
             success.append(episode_metrics(batches)["success_rate"])
         drops.append(success[0] - success[1])
-        print(f"{path}: success {success[0]:.3f}, with another task's observations {success[1]:.3f}, drop {drops[-1]:.3f}")
+        print(f"{path}: success {success[0]:.3f}, with another task's observations {success[1]:.3f}, "
+              f"drop {drops[-1]:.3f}")  # fmt: skip
     if len(drops) > 1:
-        print(f"drop over {len(drops)} checkpoints: min {min(drops):.3f}, median {median(drops):.3f}, max {max(drops):.3f}")
+        print(f"drop over {len(drops)} checkpoints: min {min(drops):.3f}, median {median(drops):.3f}, "
+              f"max {max(drops):.3f}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -17,8 +17,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = [name for name in ("reinforce.py", "ppo.py", "grpo.py", "gigpo.py") if (ROOT / name).exists()]
 BASE = SCRIPTS[0]  # canonical for what the scripts share beyond environment and model
-SECTIONS = ["1. Args", "2. Environment", "3. Model", "4. Rollout", "5. Warm start", "6. Advantages", "7. Loss", "8. Evaluation", "9. Training"]
-CANONICAL = {"2. Environment": "bugfix_env.py", "3. Model": "tinyagent.py", "4. Rollout": BASE, "5. Warm start": BASE, "8. Evaluation": BASE}
+SECTIONS = ["1. Args", "2. Environment", "3. Model", "4. Rollout", "5. Warm start", "6. Advantages", "7. Loss",
+            "8. Evaluation", "9. Training"]  # fmt: skip
+CANONICAL = {"2. Environment": "bugfix_env.py", "3. Model": "tinyagent.py", "4. Rollout": BASE, "5. Warm start": BASE,
+             "8. Evaluation": BASE}  # fmt: skip
 COPIES = {section: [name for name in SCRIPTS if name != home] for section, home in CANONICAL.items()}
 COPIES["5. Warm start"].append("tinyagent.py")
 OWN = {"train", "check_args", "Args"}  # definitions of section 9 that differ by algorithm
@@ -73,8 +75,9 @@ def fix():
 
 @pytest.mark.parametrize("title", COPIES)
 def test_shared_sections_are_identical(title):
+    original = section(read(CANONICAL[title]), title).rstrip()
     for name in COPIES[title]:
-        assert section(read(name), title).rstrip() == section(read(CANONICAL[title]), title).rstrip(), f"{name}: run --fix"
+        assert section(read(name), title).rstrip() == original, f"{name}: run --fix"
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -93,15 +96,16 @@ def test_sections_stand_in_the_same_order(name):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_imports_no_sibling_and_only_requirements(name):
     for node in ast.walk(ast.parse(read(name))):
-        modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module] if isinstance(node, ast.ImportFrom) else []
+        modules = [a.name for a in node.names] if isinstance(node, ast.Import) else \
+                  [node.module] if isinstance(node, ast.ImportFrom) else []  # fmt: skip
         for module in modules:
             assert module.split(".")[0] in ALLOWED, f"{name} imports {module}"
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, "bugfix_env.py", "tinyagent.py"])
 def test_import_has_no_side_effects(name, tmp_path):
-    code = f"import sys, torch; sys.path.insert(0, {str(ROOT)!r}); state = torch.get_rng_state(); import {name[:-3]}; " \
-           "assert torch.equal(state, torch.get_rng_state()) and 'wandb' not in sys.modules"  # fmt: skip
+    code = f"import sys, torch; sys.path.insert(0, {str(ROOT)!r}); state = torch.get_rng_state(); import {name[:-3]}" \
+           "; assert torch.equal(state, torch.get_rng_state()) and 'wandb' not in sys.modules"  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert list(tmp_path.iterdir()) == []
@@ -110,8 +114,8 @@ def test_import_has_no_side_effects(name, tmp_path):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_runs_alone_in_an_empty_folder(name, tmp_path):
     (tmp_path / name).write_text(read(name))
-    flags = "--num-iterations 1 --warm-start-steps 3 --eval-tasks 16 --num-groups 4 --group-size 4 --runs-dir here".split()
-    done = subprocess.run([sys.executable, name, *flags], cwd=tmp_path, capture_output=True, text=True)
+    flags = "--num-iterations 1 --warm-start-steps 3 --eval-tasks 16 --num-groups 4 --group-size 4 --runs-dir here"
+    done = subprocess.run([sys.executable, name, *flags.split()], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "here").iterdir()
     assert {path.name for path in run.iterdir()} == {"args.json", "metrics.jsonl", "checkpoint.pt"}

@@ -79,7 +79,7 @@ def test_task_0_answers_as_published():
 
 @pytest.mark.parametrize("num_bugs, count", [(1, 240), (2, 80)])
 def test_generated_tasks_keep_every_promise(num_bugs, count):
-    """Catches a harmless edit, a second repair, a hidden test that is public or shown, a text outside the vocabulary."""
+    """Catches a harmless edit, a second repair, a hidden test public or shown, a text outside the vocabulary."""
     vocabulary = set(BugFixEnv.vocabulary())
     for split, task in tasks(count, num_bugs):
         assert len(repair(task)) == num_bugs
@@ -132,7 +132,7 @@ def test_the_issue_names_a_failing_call_and_no_value():
 
 
 def test_no_test_of_a_task_expects_an_exception():
-    """Catches tasks where a candidate that crashes passes (field reports 59, 60): the expected text is a plain value."""
+    """Catches tasks where a crashing candidate passes (field reports 59, 60): the expected text is a plain value."""
     for _, task in tasks(400) + tasks(100, num_bugs=2):
         for _, expected in task.public + task.hidden:
             assert re.fullmatch(r"-?\d+|True|False", expected), task
@@ -151,8 +151,8 @@ def test_tasks_are_functions_of_split_and_index():
 
 def test_splits_are_disjoint_by_construction():
     """Catches a task's text that may stand in two of train, dev and test, whether or not a sample shows it."""
-    assert not set(gym.SPLITS["train"]) & set(gym.SPLITS["dev"]) and not set(gym.SPLITS["dev"]) & set(gym.SPLITS["test"])
-    assert not set(gym.SPLITS["train"]) & set(gym.SPLITS["test"])
+    train, dev, test = (set(gym.SPLITS[name]) for name in ("train", "dev", "test"))
+    assert not train & dev and not dev & test and not train & test
     seen = {split: set() for split in gym.SPLITS}
     for split, task in tasks(800):
         tests = task.public + task.hidden
@@ -290,7 +290,8 @@ def test_wrong_calls_cost_a_turn_and_raise_nothing():
         assert env.step("<call> read </call>")[2], f"{action!r} used up no turn"
 
 
-@pytest.mark.parametrize("env, task, last", [(BugFixEnv(), TASK_0, "<call> submit </call>"), (NumberEnv(), 4, " ans 4")])
+@pytest.mark.parametrize("env, task, last", [(BugFixEnv(), TASK_0, "<call> submit </call>"),
+                                             (NumberEnv(), 4, " ans 4")])  # fmt: skip
 def test_step_after_the_end_raises(env, task, last):
     """Catches an episode that goes on after its end (field report 71); reset starts a new one."""
     for _ in range(2):
@@ -489,7 +490,8 @@ def test_number_tasks_are_all_secrets():
     """Catches a secret that never comes, or secrets that depend on a global generator."""
     secrets = [NumberEnv.task("train", i) for i in range(200)]
     np.random.seed(0)
-    assert secrets == [NumberEnv.task("train", i) for i in range(200)] != [NumberEnv.task("test", i) for i in range(200)]
+    assert secrets == [NumberEnv.task("train", i) for i in range(200)]
+    assert secrets != [NumberEnv.task("test", i) for i in range(200)]
     assert set(secrets) == set(range(8))
 
 
@@ -527,7 +529,8 @@ def test_ids_are_unique_and_padding_is_its_own():
         assert "<pad>" not in env_class.vocabulary()
 
 
-@pytest.mark.parametrize("text, word", [("<call> wave </call>", "wave"), ("def f(rubbish):", "rubbish"), ("3 ~ 4", "~")])
+@pytest.mark.parametrize("text, word", [("<call> wave </call>", "wave"), ("def f(rubbish):", "rubbish"),
+                                        ("3 ~ 4", "~")])  # fmt: skip
 def test_an_unknown_word_raises_and_is_named(text, word):
     """Catches an unknown word that silently becomes another token."""
     with pytest.raises(ValueError, match=re.escape(word)):

@@ -1,6 +1,6 @@
 """Advantages, loss and sampling of grpo.py: against numbers computed by other codebases, by hand, and by enumeration.
 
-golden_grpo.json holds outputs of the peers' own functions, each with its repository, commit and function. Each test says
+golden_grpo.json holds outputs of the peers' own functions, each with repository, commit and function. Each test says
 which bug it would catch; #n is a public report of that bug. Everything runs on the CPU in seconds.
 """
 
@@ -61,7 +61,7 @@ class FixedLogits:
 
 
 def random_batch(*, B=8, T=12, V=5, seed=0):
-    """Tokens, mask with gaps (row 2 fully masked), advantages, old log-probs, and logits of a policy and a reference."""
+    """Tokens, mask with gaps (row 2 fully masked), advantages, old log-probs, logits of a policy and a reference."""
     generator = torch.Generator().manual_seed(seed)
     randn = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
     tokens = torch.randint(V, (B, T), generator=generator)
@@ -109,7 +109,7 @@ def test_advantages_equal_trl(name, norm):
     ],
 )
 def test_policy_loss_equals_verl_and_trl(name, loss_agg):
-    """Values and gradients. Catches swapped clip bounds, max for min, a wrong sign, a dual clip, and a wrong denominator:
+    """Values and gradients. Catches swapped clip bounds, max for min, a wrong sign, a dual clip, a wrong denominator:
     row 6 is fully masked and counts as a row."""
     inputs, outputs = golden(name)
     mask, newlogprobs = inputs["mask"], inputs["log_prob"].requires_grad_()
@@ -157,7 +157,7 @@ def test_kl_penalty_equals_verl_k3():
 
 
 def test_kl_penalty_in_exact_expectation():
-    """Over the whole softmax: the value is KL(policy || ref); the gradient is that of KL(ref || policy), as k3's is (the
+    """Over the whole softmax the value is KL(policy || ref), the gradient that of KL(ref || policy), as k3's is (the
     gradient of k1 would be 0)."""
     inputs, values = golden("exact_expectation/values")
     _, gradient = golden("exact_expectation/grad_KL_ref_policy")
@@ -229,7 +229,7 @@ def test_rewards_of_all_turns_count():
 
 @pytest.mark.parametrize("norm, baseline", list(itertools.product(NORMS, BASELINES)))
 def test_advantages_sum_to_zero_in_each_group_whatever_the_order(norm, baseline):
-    """#26: a baseline from the first episode only still half learns. Also catches groups found by position instead of by
+    """#26: a baseline from the first episode only still half learns. Also catches groups found by position, not by
     id: ids are arbitrary, groups interleaved and of different sizes."""
     generator = torch.Generator().manual_seed(0)
     groups = torch.tensor([70, -3, 70, 5, -3, 70, 5, -3, 70, 10**12, 5, 70])
@@ -274,7 +274,7 @@ def test_informative_share_is_unbiased():
 @pytest.mark.parametrize("coefs", (PLAIN, ALL_TERMS), ids=("plain", "kl and entropy"))
 @pytest.mark.parametrize("actions", ([2, 3], [1], [4], [1, 4]))
 def test_gradient_reaches_only_the_rows_that_score_an_action(actions, coefs):
-    """#4: off by one between logits and mask. Row t of the logits scores token t + 1; ids 5 to 9, actions at index 2 and
+    """#4: off by one between logits and mask. Row t of logits scores token t + 1; ids 5 to 9, actions at index 2 and
     3, then at the first index that has a row, and at the last."""
     tokens, mask = torch.tensor([[5, 6, 7, 8, 9]]), torch.zeros(1, 5)
     mask[0, actions] = 1
@@ -297,7 +297,7 @@ def test_gradient_reaches_only_the_rows_that_score_an_action(actions, coefs):
 @pytest.mark.parametrize("coefs", (PLAIN, ALL_TERMS), ids=("plain", "kl and entropy"))
 @pytest.mark.parametrize("loss_agg", LOSS_AGGS)
 def test_observations_are_out_of_loss_and_metrics(loss_agg, coefs):
-    """#3: replacing the observations' ids, their old and reference log-probs and their advantages must change nothing, not
+    """#3: replacing the observations' ids, their old and reference log-probs and advantages must change nothing, not
     even if those log-probs are NaN."""
     tokens, mask, advantages, old, logits, ref_logits = random_batch()
     noise = torch.Generator().manual_seed(1)
@@ -365,7 +365,7 @@ def test_signs_of_entropy_bonus_and_kl_penalty():
 
 @pytest.mark.parametrize("observations", (0, 3, 40))
 def test_entropy_of_a_uniform_policy(observations):
-    """#51: "entropy" as the sampled token's surprise, or summed over padding. Uniform: ln V however long the padding."""
+    """#51: "entropy" as the sampled token's surprise, or summed over padding. Uniform: ln V whatever the padding."""
     V, T = 7, 6 + observations
     tokens, mask = torch.zeros(3, T, dtype=torch.int64), torch.zeros(3, T)
     mask[:, 2:4], mask[0, 5] = 1, 1
@@ -445,7 +445,7 @@ def test_micro_batches_add_up(loss_agg, coefs):
 
 @pytest.mark.parametrize("norm, baseline", list(itertools.product(NORMS, BASELINES)))
 def test_constant_groups_have_no_gradient_but_count_as_rows(norm, baseline):
-    """#28: one mixed group and three constant ones. These get exactly zero gradient, and stay in the denominator, so the
+    """#28: one mixed group and three constant ones. These get exactly zero gradient and stay in the denominator, so the
     mixed group's gradient is a quarter of what it is alone."""
     rewards = torch.tensor([1.0, 0, 0, 1] + [0.7] * 4 + [0.0] * 4 + [0.1] * 4)
     groups, mask = torch.arange(16) // 4, torch.tensor([0.0, 1.0, 1.0]).repeat(16, 1)
@@ -508,7 +508,7 @@ class TablePolicy:
 
 
 def enumerate_toy(V):
-    """All episodes of a two-turn environment, with probabilities of the observation given the first action. Action 0 ends
+    """All episodes of a two-turn environment, with observation probabilities given the first action. Action 0 ends
     the episode at once; otherwise an observation follows and a second action. Each turn pays."""
     generator = torch.Generator().manual_seed(1)
     chances = torch.rand(V, V, generator=generator, dtype=torch.float64) + 0.1
@@ -526,7 +526,7 @@ def enumerate_toy(V):
 
 
 def expected_update(policy, toy, G, *, train_observations=False, **options):
-    """Exact expectation, over all groups of G episodes, of minus compute_loss's gradient at ratio 1, times the budget."""
+    """Exact expectation over all groups of G episodes of minus compute_loss's gradient at ratio 1, times the budget."""
     tokens, mask, turn_ids, rewards, chances = toy
     with torch.no_grad():
         probabilities = chances * grpo.score(policy, tokens, mask, 1.0)[0].sum(1).exp()  # of each episode
@@ -556,8 +556,8 @@ def exact_gradient(policy, toy):
 @pytest.mark.parametrize("V, G", ((3, 2), (2, 3)))
 @pytest.mark.parametrize("credit, baseline", list(itertools.product(CREDITS, BASELINES)))
 def test_update_is_the_exact_policy_gradient(credit, baseline, V, G):
-    """Catches any bias: of the baseline, the credit, the mask, the shift, the lengths or the scale. In exact expectation
-    the update is the gradient of the expected return with loo, and (G - 1)/G of it with a mean that includes oneself."""
+    """Catches any bias of the baseline, the credit, the mask, the shift, the lengths or the scale. In exact expectation
+    the update is the gradient of the expected return with loo, (G - 1)/G of it with a mean that includes oneself."""
     policy, toy = TablePolicy(V), enumerate_toy(V)
     scale = 1 if baseline == "loo" else (G - 1) / G
     update = expected_update(policy, toy, G, credit=credit, baseline=baseline)
@@ -569,7 +569,7 @@ def test_update_is_the_exact_policy_gradient(credit, baseline, V, G):
 @pytest.mark.parametrize("credit, baseline", list(itertools.product(CREDITS, BASELINES)))
 def test_update_is_biased_when_observations_are_trained(credit, baseline):
     """The mask matters: an update that also trains on the observation, which the policy did not choose, is another one.
-    It pulls at the observation's own logits, on which the expected return does not depend, and at what contexts share."""
+    It pulls at the observation's logits, on which the expected return does not depend, and at what contexts share."""
     policy, toy = TablePolicy(3), enumerate_toy(3)
     scale = 1 if baseline == "loo" else 1 / 2
     ours = expected_update(policy, toy, 2, train_observations=True, credit=credit, baseline=baseline)
@@ -599,7 +599,7 @@ def test_samples_follow_the_softmax_at_the_temperature():
 
 
 def test_impossible_tokens_are_never_sampled():
-    """Catches `<` for `<=` at uniform 0, and a cumulative sum that ends below 1: at the largest float32 below 1 sampling
+    """Catches `<` for `<=` at uniform 0, and a cumulative sum ending below 1: at the largest float32 below 1 sampling
     would run off the end, or into a token of probability 0. First, middle and last tokens have probability 0."""
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(200, 1000, generator=generator)

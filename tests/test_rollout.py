@@ -1,4 +1,4 @@
-"""Model, sampling, rollout and evaluation: which ids are stored, which are trained, and what each episode's record says.
+"""Model, sampling, rollout and evaluation: which ids are stored, which are trained, what each episode's record says.
 
 Most tests script the policy: the uniforms carry the ids to sample, and a sampler put in the place of grpo.sample_tokens
 reads them. Everything else, the indexing of the uniforms included, is the real rollout.
@@ -30,7 +30,7 @@ encode = WORDS.encode
 
 
 def random_model(env_class=BugFixEnv, seed=0):
-    """A TinyAgent whose every matrix matters (at its own start the blocks are the identity and attention goes untested),
+    """A TinyAgent whose every matrix matters (at its start the blocks are the identity and attention goes untested),
     and that closes a message, or calls and answers, now and then, so that episodes differ in length."""
     torch.manual_seed(seed)
     tokenizer = TOKENIZERS[env_class]
@@ -145,7 +145,7 @@ def test_stored_sequence_is_prompt_samples_and_observations(monkeypatch):
 
 @pytest.mark.parametrize("context_length", [1, 7, 18, 21, 22, 24, 26, 40, 75, 120, 1200])
 def test_random_episodes_equal_the_reference_grammar(monkeypatch, context_length):
-    """Catches mask, turn ids or log-probs of another length than the ids, a dropped or added separator, a context cut in
+    """Catches mask, turn ids or log-probs of another length than the ids, a lost or added separator, a context cut in
     the wrong place (field reports 2, 97): 220 episodes of valid, wrong, empty, unclosed and overlong messages."""
     rng = np.random.default_rng(context_length)
     calls = [READ, TEST, SUBMIT, RIGHT, HACK, "<call> read read </call>", "<call> </call>", " </call>"]
@@ -320,7 +320,7 @@ def test_context_overflow_in_an_observation(monkeypatch):
 
 
 def test_context_overflow_in_a_message(monkeypatch):
-    """Catches a message cut by the context that is executed or called malformed, and a reward lost on the last token."""
+    """Catches a message cut by the context but executed or called malformed, and a reward lost on the last token."""
     whole = [len(encode(text)) for text in (TASK_0.issue, RIGHT, "<result>edited with swap_minmax</result>", SUBMIT)]
     for missing, end in ((0, "submitted"), (1, "context_limit"), (2, "context_limit"), (3, "context_limit")):
         batch, (env,) = play_script(monkeypatch, [[RIGHT, SUBMIT]], [TASK_0], context_length=sum(whole) - missing)
@@ -539,6 +539,7 @@ def test_evaluation_reports_hidden_success_whatever_the_reward(monkeypatch):
     places = (torch.arange(12) + 0.5) / 12
     monkeypatch.setattr(grpo, "draw_uniforms", lambda seed, i, rows, columns: places.expand(rows, columns))
     options = dict(max_turns=2, num_bugs=1, reward="public", tool_cost=0.0, process_reward=0.0, malformed="error")
-    metrics, _ = grpo.evaluate(random_model(), WORDS, BugFixEnv, options, split="dev", num_tasks=16, context_length=1200)
+    metrics, _ = grpo.evaluate(random_model(), WORDS, BugFixEnv, options, split="dev", num_tasks=16,
+                               context_length=1200)  # fmt: skip
     assert metrics["eval/success_rate"] == metrics["eval/pass@8"] == metrics["eval/unseen_pairs_success_rate"] == 0.0
     assert metrics["eval/hack_rate"] == metrics["eval/episodic_return"] == 1.0 and metrics["eval/tool_calls"] == 0.0
