@@ -24,7 +24,6 @@ import itertools
 import re
 import sys
 import zlib
-from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Optional

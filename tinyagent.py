@@ -120,7 +120,7 @@ class TinyAgent(nn.Module):
 
 
 def sample_tokens(logits, uniforms, temperature):
-    """Inverse-CDF sampling: logits (N, V), uniforms (N,) in [0, 1) on the CPU -> ids (N,), their log-probabilities (N,).
+    """Inverse-CDF sampling: logits (N, V), CPU uniforms (N,) in [0, 1) -> ids (N,), their log-probabilities (N,).
 
     Only tokens of non-zero probability can be drawn: the first whose cumulative probability exceeds uniform * total.
     Temperature 0 is greedy."""
