@@ -549,6 +549,48 @@ def test_tracked_steps_and_finish(script, start, tmp_path, monkeypatch):
     assert ["eval/success_rate" in line for line in metrics] == [True, False, True, True]
 
 
+def test_the_tracker_gets_project_entity_and_flags(script, tmp_path, monkeypatch):
+    """Catches runs that land in another project, and a run without a key that asks for one and waits (#88)."""
+    given = {}
+
+    class Wandb:
+        api = type("Api", (), {"api_key": None})
+        Settings = staticmethod(lambda **settings: settings)
+        init = staticmethod(lambda **options: given.update(options))
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    args = make_args(script, tmp_path, track=True, wandb_project_name="mine", wandb_entity="team")
+    script.start_tracking(args, "a run")
+    assert (given["project"], given["entity"], given["name"], given["mode"]) == ("mine", "team", "a run", "offline")
+    assert given["config"]["num_groups"] == 4
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_torch_deterministic(script, start, tmp_path, monkeypatch, wanted):
+    """Catches a flag that says the opposite of what it does, and a workspace variable set after CUDA has begun (#73)."""
+    asked = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    run(script, tmp_path, init_from=start, num_iterations=0, torch_deterministic=wanted)
+    assert asked == [True] * wanted
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if wanted else None)
+
+
+@pytest.mark.parametrize("anneal, expected", [(True, [0.4, 0.3, 0.2, 0.1]), (False, [0.4] * 4)])
+def test_the_kl_penalty_fades(script, start, tmp_path, monkeypatch, anneal, expected):
+    """Catches a penalty that stays when it should fade, or is gone one iteration early."""
+    compute_loss, seen = script.compute_loss, []
+
+    def spy(*args, **kwargs):
+        seen.append(kwargs["kl_coef"])
+        return compute_loss(*args, **kwargs)
+
+    monkeypatch.setattr(script, "compute_loss", spy)
+    run(script, tmp_path, init_from=start, num_iterations=4, kl_coef=0.4, anneal_kl=anneal, num_minibatches=1)
+    assert seen == pytest.approx(expected)
+
+
 # ---- Failures in the middle --------------------------------------------------------------------------------------
 
 
