@@ -637,10 +637,10 @@ class Batch(NamedTuple):
     turn_ids: torch.Tensor  # (B, T) -1 on prompt and padding; an observation carries the turn it answers
     rewards: torch.Tensor  # (B, K)
     terminated: torch.Tensor  # (B,) bool: submitted, malformed or out of turns, all of them part of the task
-    truncated: torch.Tensor  # (B,) bool: the context ran out
+    truncated: torch.Tensor  # (B,) bool: the context ran out, or the environment said so
     group_ids: torch.Tensor  # (B,)
     anchors: list  # B lists: the state before each turn
-    infos: list  # B dicts: end, success, hacked, turns, tool_calls, errors, pair, tools, env_seconds
+    infos: list  # B dicts: end, truncated, success, hacked, turns, tool_calls, errors, pair, tools, env_seconds
 
 
 def derive_seed(*key):
@@ -667,8 +667,9 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
     pending = [list(ids) for ids in tokens]
     loss_mask, logprobs, turn_ids = ([[fill] * len(ids) for ids in tokens] for fill in (0, 0.0, -1))
     rewards, anchors = torch.zeros(B, env.max_turns), [[] for _ in envs]
-    infos = [{"end": None, "success": False, "hacked": False, "turns": 0, "tool_calls": 0, "errors": 0, "tools": [],
-              "pair": getattr(task, "pair", str(task)), "env_seconds": 0.0} for task in tasks]  # fmt: skip
+    infos = [{"pair": getattr(task, "pair", str(task)), "end": None, "truncated": False, "success": False,
+              "hacked": False, "turns": 0, "tool_calls": 0, "errors": 0, "tools": [],
+              "env_seconds": 0.0} for task in tasks]  # fmt: skip
     live, kept, cache = list(range(B)), None, None
     for turn in range(env.max_turns):
         budgets = [min(env.turn_tokens, context_length - len(tokens[b])) for b in live]
@@ -693,7 +694,7 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
             logprobs[b] += message_logprobs[n]
             turn_ids[b] += [turn] * len(message)
             if len(message) < env.turn_tokens and (not message or message[-1] != stop_id):
-                info["end"] = "context_limit"  # the message was cut: it is not executed, and not called malformed
+                info |= {"end": "context_limit", "truncated": True}  # cut: not executed, and not called malformed
                 continue
             anchors[b].append(env.anchor)
             start = time.perf_counter()
@@ -709,6 +710,7 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
             info["tool_calls"] += step_info["tool"] in ("read", "test", "call") and not step_info["error"]
             if terminated or truncated:
                 info |= {key: step_info[key] for key in ("end", "success", "hacked")}
+                info["truncated"] = not terminated
                 continue
             answer = tokenizer.encode(observation)[: context_length - len(tokens[b])]
             pending[b] = [message[-1], *answer]
@@ -722,7 +724,7 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
             break
     pad = lambda rows, dtype, value: nn.utils.rnn.pad_sequence(  # noqa: E731
         [torch.tensor(row, dtype=dtype) for row in rows], batch_first=True, padding_value=value).to(device)  # fmt: skip
-    truncated = torch.tensor([info["end"] == "context_limit" for info in infos])
+    truncated = torch.tensor([info["truncated"] for info in infos])
     return Batch(
         tokens=pad(tokens, torch.int64, 0),
         lengths=torch.tensor([len(row) for row in tokens], device=device),
@@ -912,7 +914,7 @@ def episode_metrics(batches):
         "hack_rate": mean("hacked"),
         "tool_calls": mean("tool_calls"),
         "invalid_action_rate": mean("errors") / max(mean("turns"), 1e-9),
-        "truncation_rate": sum(info["end"] == "context_limit" for info in infos) / len(infos),
+        "truncation_rate": mean("truncated"),
         "tokens_per_episode": sum(batch.loss_mask.sum().item() for batch in batches) / len(infos),
     }
 
@@ -1163,7 +1165,7 @@ def train(args):
         # Which tokens are trained: the sampled ones; with --no-mask-observations what the tools wrote too
         loss_mask = batch.loss_mask if args.mask_observations else (batch.turn_ids >= 0).float()
         if args.filter_truncated:
-            cut = torch.tensor([info["end"] in ("turn_limit", "context_limit") for info in batch.infos], device=device)
+            cut = torch.tensor([i["truncated"] or i["end"] == "turn_limit" for i in batch.infos], device=device)
             loss_mask = loss_mask * ~cut[:, None]
         advantages = compute_advantages(batch.rewards, batch.turn_ids, loss_mask, batch.group_ids, credit=args.credit,
                                         gamma=args.gamma, baseline=args.baseline, norm=args.norm)  # fmt: skip

@@ -108,8 +108,9 @@ def in_training(script, tmp_path, *, rewards, turns, groups, anchors=None, size=
     """What train() hands to its loss if the rollout brings these episodes: advantages and loss_mask (B, T)."""
     turn_ids, mask = layout(*turns)
     rewards, B = torch.as_tensor(rewards, dtype=torch.float32), len(turns)
-    infos = [dict(end=end, success=False, hacked=False, turns=len(episode), tool_calls=0, errors=0, tools=[], pair="",
-                  env_seconds=0.0) for end, episode in zip(ends or ["submitted"] * B, turns)]  # fmt: skip
+    infos = [dict(end=end, truncated=end == "context_limit", success=False, hacked=False, turns=len(episode),
+                  tool_calls=0, errors=0, tools=[], pair="", env_seconds=0.0)
+             for end, episode in zip(ends or ["submitted"] * B, turns)]  # fmt: skip
     batch = script.Batch(
         tokens=torch.ones_like(turn_ids), lengths=torch.tensor([1 + sum(map(sum, episode)) for episode in turns]),
         loss_mask=mask, logprobs=-1.0 - torch.arange(B)[:, None].expand_as(mask), turn_ids=turn_ids, rewards=rewards,

@@ -543,3 +543,17 @@ def test_evaluation_reports_hidden_success_whatever_the_reward(monkeypatch):
                                context_length=1200)  # fmt: skip
     assert metrics["eval/success_rate"] == metrics["eval/pass@8"] == metrics["eval/unseen_pairs_success_rate"] == 0.0
     assert metrics["eval/hack_rate"] == metrics["eval/episodic_return"] == 1.0 and metrics["eval/tool_calls"] == 0.0
+
+
+@pytest.mark.parametrize("terminated", [True, False])
+def test_an_environment_may_truncate(monkeypatch, terminated):
+    """Catches an environment's truncation that is stored as a termination: a critic would not bootstrap there."""
+
+    class CutEnv(SpyEnv):
+        def step(self, action):
+            observation, reward, _, _, info = super().step(action)
+            return observation, reward, terminated, True, info | {"end": "cut", "success": False, "hacked": False}
+
+    batch, _ = play_script(monkeypatch, [[READ]], [TASK_0], env_class=CutEnv)
+    assert batch.truncated.tolist() == [not terminated] and batch.terminated.tolist() == [terminated]
+    assert batch.infos[0]["end"] == "cut" and batch.infos[0]["turns"] == 1

@@ -568,7 +568,7 @@ def test_the_tracker_gets_project_entity_and_flags(script, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_torch_deterministic(script, start, tmp_path, monkeypatch, wanted):
-    """Catches a flag that says the opposite of what it does, and a workspace variable set after CUDA has begun (#73)."""
+    """Catches a flag that does the opposite of what it says, and a missing workspace variable (#73)."""
     asked = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
