@@ -211,8 +211,7 @@ class BugFixEnv:
         texts += ["read test edit edited with submit submitted\n    if () == (): return"]
         texts += [" ".join(MENU), " ".join(itertools.chain(*FUNCTIONS, *NAMES.values()))]
         texts += [template.format(f="clamp", k=0, **dict.fromkeys(NAMES, "clamp")) for template in FUNCTIONS.values()]
-        texts += [f"x{a}x{b}".replace("x", " ") if a[0].isalpha() else f"x{a}x{b}x"
-                  for op in OPS.values() for a, b in op.items()]  # fmt: skip
+        texts += [text for op in OPS.values() for spellings in op.items() for text in spellings]
         pieces = {piece.strip(" ") for text in texts for piece in PIECES.findall(text) if not piece.startswith("\n")}
         pieces |= set("0123456789")
         return sorted(pieces | {" " + piece for piece in pieces}) + ["\n" + " " * indent for indent in (0, 4, 8, 12)]

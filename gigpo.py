@@ -66,6 +66,8 @@ class Args:
     max_grad_norm: float = 1.0  # gradient norm is clipped to this
     temperature: float = 1.0  # sampling temperature, in the rollout and in the loss
     ent_coef: float = 0.0  # coefficient of the entropy bonus
+    kl_coef: float = 0.1  # coefficient of the KL penalty to the frozen starting policy
+    anneal_kl: bool = True  # let it fade linearly to zero, like the learning rate
     mask_observations: bool = True  # keep tool output out of the loss; the ablation trains on it too
     filter_truncated: bool = False  # no loss on episodes out of turns or context; they still count in the baseline
     warm_start_steps: int = 500  # gradient steps of imitation before the first iteration
@@ -100,8 +102,6 @@ class Args:
     step_gamma: float = 0.95  # discount per turn in the step returns
     clip_coef: float = 0.2  # ratio is clipped below at 1 - clip_coef
     clip_coef_high: float = 0.28  # and above at 1 + clip_coef_high
-    kl_coef: float = 0.1  # coefficient of the KL penalty to the frozen starting policy
-    anneal_kl: bool = True  # let it fade linearly to zero, like the learning rate
     loss_agg: Literal["token-mean", "seq-mean-token-mean", "constant"] = "constant"  # constant: the token budget
     update_epochs: int = 1  # passes over a batch
     num_minibatches: int = 4  # optimizer steps in a pass
@@ -286,8 +286,7 @@ class BugFixEnv:
         texts += ["read test edit edited with submit submitted\n    if () == (): return"]
         texts += [" ".join(MENU), " ".join(itertools.chain(*FUNCTIONS, *NAMES.values()))]
         texts += [template.format(f="clamp", k=0, **dict.fromkeys(NAMES, "clamp")) for template in FUNCTIONS.values()]
-        texts += [f"x{a}x{b}".replace("x", " ") if a[0].isalpha() else f"x{a}x{b}x"
-                  for op in OPS.values() for a, b in op.items()]  # fmt: skip
+        texts += [text for op in OPS.values() for spellings in op.items() for text in spellings]
         pieces = {piece.strip(" ") for text in texts for piece in PIECES.findall(text) if not piece.startswith("\n")}
         pieces |= set("0123456789")
         return sorted(pieces | {" " + piece for piece in pieces}) + ["\n" + " " * indent for indent in (0, 4, 8, 12)]
@@ -674,15 +673,15 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
               "hacked": False, "turns": 0, "tool_calls": 0, "errors": 0, "tools": [],
               "env_seconds": 0.0} for task in tasks]  # fmt: skip
     live, kept, cache = list(range(B)), None, None
-    for turn in range(env.max_turns):
-        budgets = [min(env.turn_tokens, context_length - len(tokens[b])) for b in live]
+    for turn in range(env.max_turns + 1):  # the last absorbs what the environment said when it truncated an episode
+        budgets = [0 if infos[b]["end"] else min(env.turn_tokens, context_length - len(tokens[b])) for b in live]
         starts = [len(tokens[b]) - len(pending[b]) for b in live]
         used = max(starts, default=0)
         grown = model.make_cache(len(live), max(len(tokens[b]) for b in live) + env.turn_tokens + 1)
         if cache is not None:  # finished episodes leave the batch
             grown[..., :used, :] = cache[:, :, kept, :, :used]
         cache = grown
-        first = turn * env.turn_tokens
+        first = min(turn, env.max_turns - 1) * env.turn_tokens
         messages, message_logprobs, pending_logprobs = sample_turn(
             model, cache, torch.tensor(starts, device=device), [pending[b] for b in live],
             uniforms[live, first : first + env.turn_tokens],
@@ -697,7 +696,7 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
             logprobs[b] += message_logprobs[n]
             turn_ids[b] += [turn] * len(message)
             if len(message) < env.turn_tokens and (not message or message[-1] != stop_id):
-                info |= {"end": "context_limit", "truncated": True}  # cut: not executed, and not called malformed
+                info |= {"end": info["end"] or "context_limit", "truncated": True}  # cut: not executed, not malformed
                 continue
             anchors[b].append(env.anchor)
             start = time.perf_counter()
@@ -713,7 +712,7 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
             info["tool_calls"] += step_info["tool"] in ("read", "test", "call") and not step_info["error"]
             if terminated or truncated:
                 info |= {key: step_info[key] for key in ("end", "success", "hacked")}
-                info["truncated"] = not terminated
+            if terminated:
                 continue
             answer = tokenizer.encode(observation)[: context_length - len(tokens[b])]
             pending[b] = [message[-1], *answer]
@@ -745,14 +744,15 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
 
 def score(model, tokens, mask, temperature):
     """Log-probability (B, T) of token t given those before it, and the entropy (B, T) of the softmax it came from,
-    where mask is 1; zero elsewhere. Both at the sampling temperature. Row t - 1 of the logits scores token t."""
+    where mask is 1; zero elsewhere. Both at the sampling temperature. Row t - 1 of the logits scores token t. Also
+    returns the hidden states (B, T - 1, D), for a critic."""
     hidden = model(tokens[:, :-1], return_hidden=True)  # (B, T - 1, D)
     b, t = mask[:, 1:].nonzero(as_tuple=True)
     all_logprobs = F.log_softmax(model.head(hidden[b, t]) / temperature, dim=-1)  # (N, V)
     logprobs = all_logprobs.gather(1, tokens[b, t + 1, None])[:, 0]
     entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
     empty = torch.zeros_like(tokens, dtype=logprobs.dtype)
-    return empty.index_put((b, t + 1), logprobs), empty.index_put((b, t + 1), entropy)
+    return empty.index_put((b, t + 1), logprobs), empty.index_put((b, t + 1), entropy), hidden
 
 
 # ---- 5. Warm start -------------------------------------------------------------------------------------------------
@@ -1177,7 +1177,6 @@ def train(args):
     for iteration in range(iteration + 1, args.num_iterations + 1):
         iteration_start = time.time()
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
-
         kl_coef = args.kl_coef * (1 - (iteration - 1) / args.num_iterations if args.anneal_kl else 1)
 
         # Rollout: group_size episodes on each of num_groups tasks
@@ -1225,9 +1224,9 @@ def train(args):
                 ref_logprobs = None
                 if kl_coef > 0:
                     with torch.no_grad():
-                        ref_logprobs, _ = score(reference, tokens, mask, args.temperature)
+                        ref_logprobs, _, _ = score(reference, tokens, mask, args.temperature)
                 with torch.set_grad_enabled(bool(has_signal[inds].any())):
-                    newlogprobs, entropy = score(model, tokens, mask, args.temperature)
+                    newlogprobs, entropy, _ = score(model, tokens, mask, args.temperature)
                     loss, micro_sums = compute_loss(
                         newlogprobs, entropy, batch.logprobs[inds, :length], advantages[inds, :length], mask,
                         weights[micro, :length], ref_logprobs, clip_coef=args.clip_coef,
@@ -1255,13 +1254,13 @@ def train(args):
         totals["global_step"] += turns
         totals["charts/total_tokens"] += int(batch.loss_mask.sum())
         totals["charts/total_episodes"] += episodes
-        returns = batch.rewards.sum(1).view(args.num_groups, args.group_size)
+        group_returns = batch.rewards.sum(1).view(args.num_groups, args.group_size)
         trained = advantages[loss_mask > 0] if loss_mask.any() else torch.zeros(1)
         seconds = time.time() - iteration_start
         metrics = {f"charts/{key}": value for key, value in episode_metrics([batch]).items()} | totals
         metrics |= {key: torch.stack(values).mean().item() for key, values in update_metrics.items()}
         metrics |= {
-            "charts/frac_zero_std_groups": (returns.amax(1) - returns.amin(1) < 1e-6).float().mean().item(),
+            "charts/frac_zero_std_groups": (group_returns.amax(1) - group_returns.amin(1) < 1e-6).float().mean().item(),
             "charts/step_group_size": sum(step_sizes) / max(1, len(step_sizes)),
             "charts/frac_singleton_step_groups": step_sizes.count(1) / max(1, len(step_sizes)),
             "charts/learning_rate": optimizer.param_groups[0]["lr"],

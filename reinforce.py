@@ -30,6 +30,7 @@ import re
 import sys
 import time
 import zlib
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -53,21 +54,23 @@ class Args:
     wandb_project_name: str = "agentic-rl"  # Weights & Biases project
     wandb_entity: Optional[str] = None  # Weights & Biases team
     env_id: Literal["bugfix", "number"] = "bugfix"  # BugFix gym or hidden number
-    num_iterations: int = 50  # iterations of rollout and update; 0 stops after the warm start
-    num_groups: int = 32  # groups in a batch, each on one task
+    num_iterations: int = 200  # iterations of rollout and update; 0 stops after the warm start
+    num_groups: int = 8  # groups in a batch, each on one task
     group_size: int = 8  # episodes in a group
     max_turns: Optional[int] = None  # turn limit of an episode (None: the environment's)
     learning_rate: float = 1e-3  # learning rate of AdamW, decaying linearly to zero
     max_grad_norm: float = 1.0  # gradient norm is clipped to this
     temperature: float = 1.0  # sampling temperature, in the rollout and in the loss
     ent_coef: float = 0.0  # coefficient of the entropy bonus
+    kl_coef: float = 0.1  # coefficient of the KL penalty to the frozen starting policy
+    anneal_kl: bool = True  # let it fade linearly to zero, like the learning rate
     mask_observations: bool = True  # keep tool output out of the loss; the ablation trains on it too
     filter_truncated: bool = False  # no loss on episodes out of turns or context; they still count in the baseline
     warm_start_steps: int = 500  # gradient steps of imitation before the first iteration
     warm_start_batch_size: int = 32  # explorer episodes in such a step
     warm_start_learning_rate: float = 6e-3  # peak learning rate of the imitation
     warm_start_observations: bool = True  # imitate tool output too; otherwise only the explorer's own tokens
-    eval_every: int = 10  # iterations between evaluations
+    eval_every: int = 40  # iterations between evaluations
     eval_tasks: int = 512  # tasks in an evaluation, played greedily
     eval_split: Literal["dev", "test"] = "test"  # tune on dev, report on test
     save_every: int = 10  # iterations between checkpoints
@@ -271,8 +274,7 @@ class BugFixEnv:
         texts += ["read test edit edited with submit submitted\n    if () == (): return"]
         texts += [" ".join(MENU), " ".join(itertools.chain(*FUNCTIONS, *NAMES.values()))]
         texts += [template.format(f="clamp", k=0, **dict.fromkeys(NAMES, "clamp")) for template in FUNCTIONS.values()]
-        texts += [f"x{a}x{b}".replace("x", " ") if a[0].isalpha() else f"x{a}x{b}x"
-                  for op in OPS.values() for a, b in op.items()]  # fmt: skip
+        texts += [text for op in OPS.values() for spellings in op.items() for text in spellings]
         pieces = {piece.strip(" ") for text in texts for piece in PIECES.findall(text) if not piece.startswith("\n")}
         pieces |= set("0123456789")
         return sorted(pieces | {" " + piece for piece in pieces}) + ["\n" + " " * indent for indent in (0, 4, 8, 12)]
@@ -659,15 +661,15 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
               "hacked": False, "turns": 0, "tool_calls": 0, "errors": 0, "tools": [],
               "env_seconds": 0.0} for task in tasks]  # fmt: skip
     live, kept, cache = list(range(B)), None, None
-    for turn in range(env.max_turns):
-        budgets = [min(env.turn_tokens, context_length - len(tokens[b])) for b in live]
+    for turn in range(env.max_turns + 1):  # the last absorbs what the environment said when it truncated an episode
+        budgets = [0 if infos[b]["end"] else min(env.turn_tokens, context_length - len(tokens[b])) for b in live]
         starts = [len(tokens[b]) - len(pending[b]) for b in live]
         used = max(starts, default=0)
         grown = model.make_cache(len(live), max(len(tokens[b]) for b in live) + env.turn_tokens + 1)
         if cache is not None:  # finished episodes leave the batch
             grown[..., :used, :] = cache[:, :, kept, :, :used]
         cache = grown
-        first = turn * env.turn_tokens
+        first = min(turn, env.max_turns - 1) * env.turn_tokens
         messages, message_logprobs, pending_logprobs = sample_turn(
             model, cache, torch.tensor(starts, device=device), [pending[b] for b in live],
             uniforms[live, first : first + env.turn_tokens],
@@ -682,7 +684,7 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
             logprobs[b] += message_logprobs[n]
             turn_ids[b] += [turn] * len(message)
             if len(message) < env.turn_tokens and (not message or message[-1] != stop_id):
-                info |= {"end": "context_limit", "truncated": True}  # cut: not executed, and not called malformed
+                info |= {"end": info["end"] or "context_limit", "truncated": True}  # cut: not executed, not malformed
                 continue
             anchors[b].append(env.anchor)
             start = time.perf_counter()
@@ -698,7 +700,7 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
             info["tool_calls"] += step_info["tool"] in ("read", "test", "call") and not step_info["error"]
             if terminated or truncated:
                 info |= {key: step_info[key] for key in ("end", "success", "hacked")}
-                info["truncated"] = not terminated
+            if terminated:
                 continue
             answer = tokenizer.encode(observation)[: context_length - len(tokens[b])]
             pending[b] = [message[-1], *answer]
@@ -730,14 +732,15 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
 
 def score(model, tokens, mask, temperature):
     """Log-probability (B, T) of token t given those before it, and the entropy (B, T) of the softmax it came from,
-    where mask is 1; zero elsewhere. Both at the sampling temperature. Row t - 1 of the logits scores token t."""
+    where mask is 1; zero elsewhere. Both at the sampling temperature. Row t - 1 of the logits scores token t. Also
+    returns the hidden states (B, T - 1, D), for a critic."""
     hidden = model(tokens[:, :-1], return_hidden=True)  # (B, T - 1, D)
     b, t = mask[:, 1:].nonzero(as_tuple=True)
     all_logprobs = F.log_softmax(model.head(hidden[b, t]) / temperature, dim=-1)  # (N, V)
     logprobs = all_logprobs.gather(1, tokens[b, t + 1, None])[:, 0]
     entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
     empty = torch.zeros_like(tokens, dtype=logprobs.dtype)
-    return empty.index_put((b, t + 1), logprobs), empty.index_put((b, t + 1), entropy)
+    return empty.index_put((b, t + 1), logprobs), empty.index_put((b, t + 1), entropy), hidden
 
 
 # ---- 5. Warm start -------------------------------------------------------------------------------------------------
@@ -833,11 +836,12 @@ def compute_advantages(rewards, turn_ids, loss_mask, group_ids, *, credit, gamma
 # ---- 7. Loss -------------------------------------------------------------------------------------------------------
 
 
-def compute_loss(newlogprobs, entropy, logprobs, advantages, loss_mask, weights, *, ent_coef):
-    """REINFORCE loss, -A * log pi (Williams 1992), and entropy bonus.
+def compute_loss(newlogprobs, entropy, logprobs, advantages, loss_mask, weights, ref_logprobs=None, *,
+                 kl_coef, ent_coef):  # fmt: skip
+    """REINFORCE loss, -A * log pi (Williams 1992), with KL penalty and entropy bonus.
 
-    All tensors (B, T). Returns the weighted sum over tokens and a dict of sums over the mask, to be divided by the
-    token count of the optimizer batch: so micro-batches add up to the same loss and metrics.
+    All tensors (B, T), ref_logprobs where kl_coef > 0. Returns the weighted sum over tokens and a dict of sums over the
+    mask, to be divided by the token count of the optimizer batch: so micro-batches add up to the same loss and metrics.
     """
     pg_loss = -advantages * newlogprobs
     loss = (weights * (pg_loss - ent_coef * entropy)).sum()
@@ -849,6 +853,11 @@ def compute_loss(newlogprobs, entropy, logprobs, advantages, loss_mask, weights,
             "losses/old_approx_kl": (loss_mask * -logratio).sum(),  # k1 of http://joschu.net/blog/kl-approx.html
             "losses/approx_kl": (loss_mask * (logratio.exp() - 1 - logratio)).sum(),  # k3
         }
+    if kl_coef > 0:
+        d = torch.where(loss_mask > 0, ref_logprobs - newlogprobs, 0.0)
+        ref_kl = d.exp() - d - 1  # k3, eq. 4 of 2402.03300
+        loss = loss + kl_coef * (weights * ref_kl).sum()
+        metrics["losses/ref_kl"] = (loss_mask * ref_kl).sum().detach()
     return loss, metrics
 
 
@@ -1077,7 +1086,7 @@ def train(args):
 
     def save(iteration):
         save_checkpoint(run_dir / "checkpoint.pt", model=model.state_dict(), args=plain_args, iteration=iteration,
-                        optimizer=optimizer.state_dict(), totals=totals)  # fmt: skip
+                        optimizer=optimizer.state_dict(), reference=reference.state_dict(), totals=totals)  # fmt: skip
 
     def run_evaluation():
         metrics, batches = evaluate(model, tokenizer, env_class, env_options, split=args.eval_split,
@@ -1098,13 +1107,16 @@ def train(args):
                                    context_length=context_length)  # fmt: skip
         report("start", described)
         log(0, metrics | described | run_evaluation())
+    reference = deepcopy(model).requires_grad_(False)  # pi_ref of the KL penalty: the starting policy
     if checkpoint is None:
         save(0)
+    else:
+        reference.load_state_dict(checkpoint["reference"])
 
     for iteration in range(iteration + 1, args.num_iterations + 1):
         iteration_start = time.time()
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
-
+        kl_coef = args.kl_coef * (1 - (iteration - 1) / args.num_iterations if args.anneal_kl else 1)
 
         # Rollout: group_size episodes on each of num_groups tasks
         tool_cost = env_options["tool_cost"] * min(1.0, iteration / max(1, args.tool_cost_warmup))
@@ -1127,7 +1139,7 @@ def train(args):
 
         # Update: rows without an advantage have no gradient; sorted apart, they take the forward pass only
         update_start, update_metrics, num_steps = time.time(), {}, 0
-        has_signal = advantages.any(1) | loss_mask.any(1) & (args.ent_coef > 0)
+        has_signal = advantages.any(1) | loss_mask.any(1) & (kl_coef > 0 or args.ent_coef > 0)
         minibatches = [torch.arange(episodes, device=device)]  # the batch is used once, whole: one optimizer step
         for mb_inds in minibatches:
             # Denominators are those of the whole minibatch, so that micro_batch_size does not change the objective
@@ -1139,11 +1151,15 @@ def train(args):
                 inds = mb_inds[micro]
                 length = batch.lengths[inds].max()
                 tokens, mask = batch.tokens[inds, :length], loss_mask[inds, :length]
+                ref_logprobs = None
+                if kl_coef > 0:
+                    with torch.no_grad():
+                        ref_logprobs, _, _ = score(reference, tokens, mask, args.temperature)
                 with torch.set_grad_enabled(bool(has_signal[inds].any())):
-                    newlogprobs, entropy = score(model, tokens, mask, args.temperature)
+                    newlogprobs, entropy, _ = score(model, tokens, mask, args.temperature)
                     loss, micro_sums = compute_loss(
                         newlogprobs, entropy, batch.logprobs[inds, :length], advantages[inds, :length], mask,
-                        weights[micro, :length], ent_coef=args.ent_coef,
+                        weights[micro, :length], ref_logprobs, kl_coef=kl_coef, ent_coef=args.ent_coef,
                     )  # fmt: skip
                 if loss.requires_grad:
                     loss.backward()
@@ -1167,13 +1183,13 @@ def train(args):
         totals["global_step"] += turns
         totals["charts/total_tokens"] += int(batch.loss_mask.sum())
         totals["charts/total_episodes"] += episodes
-        returns = batch.rewards.sum(1).view(args.num_groups, args.group_size)
+        group_returns = batch.rewards.sum(1).view(args.num_groups, args.group_size)
         trained = advantages[loss_mask > 0] if loss_mask.any() else torch.zeros(1)
         seconds = time.time() - iteration_start
         metrics = {f"charts/{key}": value for key, value in episode_metrics([batch]).items()} | totals
         metrics |= {key: torch.stack(values).mean().item() for key, values in update_metrics.items()}
         metrics |= {
-            "charts/frac_zero_std_groups": (returns.amax(1) - returns.amin(1) < 1e-6).float().mean().item(),
+            "charts/frac_zero_std_groups": (group_returns.amax(1) - group_returns.amin(1) < 1e-6).float().mean().item(),
             "charts/learning_rate": optimizer.param_groups[0]["lr"],
             "charts/SPS": turns / seconds,
             "losses/advantage_mean": trained.mean().item(),

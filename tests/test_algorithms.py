@@ -66,7 +66,7 @@ def advantages(script, rewards, groups, turn_ids=None, mask=None, *, norm="none"
 
 
 def loss_of(script, newlogprobs, entropy, logprobs, *args):
-    options = dict(ent_coef=0.0) if script is reinforce else PLAIN
+    options = dict(kl_coef=0.0, ent_coef=0.0) if script is reinforce else PLAIN
     return script.compute_loss(newlogprobs, entropy, logprobs, *args, **options)[0]
 
 
@@ -208,7 +208,7 @@ def test_reinforce_loss_equals_verl(loss_agg):
     per_row = mask.sum() if loss_agg == "token-mean" else mask.sum(1, keepdim=True) * len(mask)
     garbage, zeros = torch.full_like(mask, -300.0), torch.zeros_like(mask)
     A = double(case["inputs"]["advantages"])
-    loss, metrics = reinforce.compute_loss(newlogprobs, zeros, garbage, A, mask, mask / per_row, ent_coef=0.0)
+    loss, metrics = reinforce.compute_loss(newlogprobs, zeros, garbage, A, mask, mask / per_row, kl_coef=0.0, ent_coef=0.0)
     loss.backward()
     assert_close(loss.detach(), double(case["outputs"]["loss"]), atol=1e-8, rtol=0)
     assert_close(metrics["losses/policy_loss"], loss.detach())
@@ -462,7 +462,7 @@ def test_masked_batch_and_rows(script):
     turn_ids, rewards = torch.zeros_like(tokens), torch.arange(8, dtype=torch.float64)[:, None]
     for m in (torch.zeros_like(mask), mask):
         A = advantages(script, rewards, [0, 0, 0, 0, 1, 1, 1, 1], turn_ids, m, baseline="mean")
-        newlogprobs, entropy = script.score(FixedLogits(logits), tokens, m, 1.0)
+        newlogprobs, entropy, _ = script.score(FixedLogits(logits), tokens, m, 1.0)
         loss = loss_of(script, newlogprobs, entropy, newlogprobs.detach(), A, m, m / m.sum().clamp(min=1))
         gradient = torch.autograd.grad(loss, logits)[0]
         assert A.isfinite().all() and gradient.isfinite().all()
@@ -499,7 +499,7 @@ def test_observations_have_a_gradient_only_without_the_mask(script, masked, tmp_
     assert torch.equal(mask, sampled if masked else (turn_ids >= 0).float())
     tokens = torch.randint(6, mask.shape, generator=torch.Generator().manual_seed(0))
     logits = torch.randn(*mask.shape, 6, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    newlogprobs, entropy = script.score(FixedLogits(logits), tokens, mask, 1.0)
+    newlogprobs, entropy, _ = script.score(FixedLogits(logits), tokens, mask, 1.0)
     loss = loss_of(script, newlogprobs, entropy, newlogprobs.detach(), A, mask, mask / mask.sum())
     gradient = torch.autograd.grad(loss, logits)[0][:, :-1].abs().amax(2)  # row t scores token t + 1
     observed = ((turn_ids >= 0) & (sampled == 0))[:, 1:]
@@ -521,7 +521,7 @@ def expected_update(policy, toy, groups, **options):
     rows, chance_of_batch = batches.flatten(), probabilities[batches].prod(1).repeat_interleave(len(groups))
     assert chance_of_batch.sum().item() == pytest.approx(len(groups), abs=1e-12)
     weights = mask[rows] / len(groups) * chance_of_batch[:, None]
-    newlogprobs, entropy = reinforce.score(policy, tokens[rows], mask[rows], 1.0)
+    newlogprobs, entropy, _ = reinforce.score(policy, tokens[rows], mask[rows], 1.0)
     loss = loss_of(reinforce, newlogprobs, entropy, newlogprobs.detach(), A, mask[rows], weights)
     return [-gradient for gradient in torch.autograd.grad(loss, policy.params)]
 
@@ -552,7 +552,7 @@ def test_reinforce_has_the_gradient_of_grpo_at_ratio_one(baseline, credit):
     gradients = []
     for script in (reinforce, grpo):
         A = advantages(script, rewards, [0, 1] * 4, turn_ids, mask, baseline=baseline, credit=credit, gamma=0.9)
-        newlogprobs, entropy = script.score(FixedLogits(logits), tokens, mask, 1.0)
+        newlogprobs, entropy, _ = script.score(FixedLogits(logits), tokens, mask, 1.0)
         loss = loss_of(script, newlogprobs, entropy, newlogprobs.detach(), A, mask, mask / (8 * 20))
         gradients.append(torch.autograd.grad(loss, logits)[0])
     assert gradients[0].norm() > 0.01

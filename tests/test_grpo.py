@@ -280,8 +280,8 @@ def test_gradient_reaches_only_the_rows_that_score_an_action(actions, coefs):
     mask[0, actions] = 1
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, 5, 12, generator=generator, requires_grad=True)
-    newlogprobs, entropy = grpo.score(FixedLogits(logits), tokens, mask, 1.0)
-    ref_logprobs, _ = grpo.score(FixedLogits(torch.randn(1, 5, 12, generator=generator)), tokens, mask, 1.0)
+    newlogprobs, entropy, _ = grpo.score(FixedLogits(logits), tokens, mask, 1.0)
+    ref_logprobs, _, _ = grpo.score(FixedLogits(torch.randn(1, 5, 12, generator=generator)), tokens, mask, 1.0)
     for t in actions:
         assert_close(newlogprobs[0, t], logits[0, t - 1].log_softmax(0)[tokens[0, t]])
     weights = grpo.loss_weights(mask, loss_agg="token-mean", token_budget=5)
@@ -309,8 +309,8 @@ def test_observations_are_out_of_loss_and_metrics(loss_agg, coefs):
             ids = torch.where(mask > 0, tokens, torch.randint(5, tokens.shape, generator=noise))
             rest = 300 * torch.randn(mask.shape, generator=noise) * (1 - mask)
             assert (ids != tokens).any()
-        newlogprobs, entropy = grpo.score(FixedLogits(logits), ids, mask, 1.0)
-        ref_logprobs, _ = grpo.score(FixedLogits(ref_logits), ids, mask, 1.0)
+        newlogprobs, entropy, _ = grpo.score(FixedLogits(logits), ids, mask, 1.0)
+        ref_logprobs, _, _ = grpo.score(FixedLogits(ref_logits), ids, mask, 1.0)
         weights = grpo.loss_weights(mask, loss_agg=loss_agg, token_budget=20)
         loss, metrics = grpo.compute_loss(
             newlogprobs + rest, entropy + rest, old - rest + nan, advantages + rest, mask, weights,
@@ -330,7 +330,7 @@ def test_ratio_is_one_before_the_first_step():
     tokens, _, _, _, logits, _ = random_batch(T=11)
     mask = torch.zeros(8, 11)
     mask[:, [4, 9]] = 1
-    newlogprobs, entropy = grpo.score(FixedLogits(logits), tokens, mask, 1.0)
+    newlogprobs, entropy, _ = grpo.score(FixedLogits(logits), tokens, mask, 1.0)
     old = torch.where(mask > 0, newlogprobs.detach(), 1.0)
     weights = grpo.loss_weights(mask, loss_agg="token-mean", token_budget=2)
     loss, metrics = grpo.compute_loss(
@@ -354,8 +354,8 @@ def test_metrics_by_hand():
 def test_signs_of_entropy_bonus_and_kl_penalty():
     """Catches an entropy penalty and a KL bonus: the loss falls with entropy and rises with the KL."""
     tokens, mask, advantages, old, logits, ref_logits = random_batch()
-    newlogprobs, entropy = grpo.score(FixedLogits(logits), tokens, mask, 1.0)
-    ref_logprobs, _ = grpo.score(FixedLogits(ref_logits), tokens, mask, 1.0)
+    newlogprobs, entropy, _ = grpo.score(FixedLogits(logits), tokens, mask, 1.0)
+    ref_logprobs, _, _ = grpo.score(FixedLogits(ref_logits), tokens, mask, 1.0)
     weights = grpo.loss_weights(mask, loss_agg="token-mean", token_budget=20)
     loss, metrics = grpo.compute_loss(newlogprobs, entropy, old, advantages, mask, weights, ref_logprobs, **ALL_TERMS)
     bonus, penalty = 0.01 * metrics["losses/entropy"], 0.1 * metrics["losses/ref_kl"]
@@ -369,7 +369,7 @@ def test_entropy_of_a_uniform_policy(observations):
     V, T = 7, 6 + observations
     tokens, mask = torch.zeros(3, T, dtype=torch.int64), torch.zeros(3, T)
     mask[:, 2:4], mask[0, 5] = 1, 1
-    newlogprobs, entropy = grpo.score(FixedLogits(torch.zeros(3, T, V)), tokens, mask, 1.0)
+    newlogprobs, entropy, _ = grpo.score(FixedLogits(torch.zeros(3, T, V)), tokens, mask, 1.0)
     weights = grpo.loss_weights(mask, loss_agg="token-mean", token_budget=3)
     _, metrics = grpo.compute_loss(newlogprobs, entropy, newlogprobs, mask, mask, weights, **PLAIN)
     assert metrics["losses/entropy"].item() / mask.sum().item() == pytest.approx(math.log(V), abs=1e-5)
@@ -396,8 +396,8 @@ def test_masked_batches_and_rows(loss_agg):
     """#29: a batch without any trained token is 0/0 = NaN, which ruins the weights. A masked row among others: zero."""
     tokens, mask, advantages, old, logits, ref_logits = random_batch()
     for m in (torch.zeros_like(mask), mask):
-        newlogprobs, entropy = grpo.score(FixedLogits(logits), tokens, m, 1.0)
-        ref_logprobs, _ = grpo.score(FixedLogits(ref_logits), tokens, m, 1.0)
+        newlogprobs, entropy, _ = grpo.score(FixedLogits(logits), tokens, m, 1.0)
+        ref_logprobs, _, _ = grpo.score(FixedLogits(ref_logits), tokens, m, 1.0)
         weights = grpo.loss_weights(m, loss_agg=loss_agg, token_budget=20)
         loss, metrics = grpo.compute_loss(newlogprobs, entropy, old, advantages, m, weights, ref_logprobs, **ALL_TERMS)
         gradient = torch.autograd.grad(loss, logits)[0]
@@ -428,8 +428,8 @@ def test_micro_batches_add_up(loss_agg, coefs):
     weights = grpo.loss_weights(mask, loss_agg=loss_agg, token_budget=20)
 
     def run(rows):
-        newlogprobs, entropy = grpo.score(FixedLogits(logits[rows]), tokens[rows], mask[rows], 1.0)
-        ref_logprobs, _ = grpo.score(FixedLogits(ref_logits[rows]), tokens[rows], mask[rows], 1.0)
+        newlogprobs, entropy, _ = grpo.score(FixedLogits(logits[rows]), tokens[rows], mask[rows], 1.0)
+        ref_logprobs, _, _ = grpo.score(FixedLogits(ref_logits[rows]), tokens[rows], mask[rows], 1.0)
         return grpo.compute_loss(
             newlogprobs, entropy, old[rows], advantages[rows], mask[rows], weights[rows], ref_logprobs, **coefs
         )
@@ -455,7 +455,7 @@ def test_constant_groups_have_no_gradient_but_count_as_rows(norm, baseline):
         logits = torch.zeros(len(tokens[rows]), 3, 5, requires_grad=True)
         options = dict(credit="episode", gamma=1.0, baseline=baseline, norm=norm)
         advantages = grpo.compute_advantages(rewards[rows, None], turn_ids[rows], mask[rows], groups[rows], **options)
-        newlogprobs, entropy = grpo.score(FixedLogits(logits), tokens[rows], mask[rows], 1.0)
+        newlogprobs, entropy, _ = grpo.score(FixedLogits(logits), tokens[rows], mask[rows], 1.0)
         weights = grpo.loss_weights(mask[rows], loss_agg="constant", token_budget=2)
         loss, _ = grpo.compute_loss(
             newlogprobs, entropy, newlogprobs.detach(), advantages, mask[rows], weights, **PLAIN
@@ -540,7 +540,7 @@ def expected_update(policy, toy, G, *, train_observations=False, **options):
     # A batch is one group: its weights are num_groups times those of all groups in one batch
     chance_of_group = probabilities[groups].prod(1).repeat_interleave(G)[:, None]
     weights = grpo.loss_weights(loss_mask, loss_agg="constant", token_budget=7) * num_groups * chance_of_group
-    newlogprobs, entropy = grpo.score(policy, tokens[rows], loss_mask, 1.0)
+    newlogprobs, entropy, _ = grpo.score(policy, tokens[rows], loss_mask, 1.0)
     loss, _ = grpo.compute_loss(newlogprobs, entropy, newlogprobs.detach(), advantages, loss_mask, weights, **PLAIN)
     return [-7 * gradient for gradient in torch.autograd.grad(loss, policy.params)]
 
@@ -592,7 +592,7 @@ def test_samples_follow_the_softmax_at_the_temperature():
     assert_close(ids.bincount(minlength=5) / N, expected, atol=1.5 / N, rtol=0)
     assert (ids.diff() >= 0).all()  # monotone in the uniform
     assert_close(logprobs, expected.log()[ids])
-    scored, _ = grpo.score(
+    scored, _, _ = grpo.score(
         FixedLogits(logits.expand(1, 5, 5)), torch.tensor([[0, 0, 1, 2, 3, 4]]), torch.ones(1, 6), 0.7
     )
     assert_close(scored[0, 1:], expected.log())

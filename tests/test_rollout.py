@@ -390,11 +390,11 @@ def test_score_equals_the_rollouts_logprobs(monkeypatch, temperature, scripted):
                             context_length=context_length)  # fmt: skip
         for mask in (batch.loss_mask, (batch.turn_ids >= 0).float()):
             with torch.no_grad():
-                logprobs, entropy = grpo.score(model, batch.tokens, mask, temperature)
+                logprobs, entropy, _ = grpo.score(model, batch.tokens, mask, temperature)
             difference = (logprobs - batch.logprobs)[mask > 0]
             assert difference.abs().max() < 1e-4 and (difference.exp() - 1).abs().max() < 1e-4
             assert not logprobs[mask == 0].any() and not entropy[mask == 0].any() and (entropy[mask > 0] > 0).all()
-        other, _ = grpo.score(model, batch.tokens, batch.loss_mask, temperature * 0.8)
+        other, _, _ = grpo.score(model, batch.tokens, batch.loss_mask, temperature * 0.8)
         assert (other - batch.logprobs)[batch.loss_mask > 0].abs().max() > 0.1, "the model is blind to this"
 
 
@@ -420,7 +420,7 @@ def test_score_alone_equals_score_beside_a_longer_episode(monkeypatch):
     assert batch.lengths[1] > 3 * n
     together = grpo.score(model, batch.tokens, batch.loss_mask, 1.0)
     alone = grpo.score(model, batch.tokens[:1, :n], batch.loss_mask[:1, :n], 1.0)
-    for a, b in zip(together, alone):
+    for a, b in zip(together[:2], alone[:2]):
         assert (a[:1, :n] - b).abs().max() < 1e-5
 
 
@@ -545,15 +545,28 @@ def test_evaluation_reports_hidden_success_whatever_the_reward(monkeypatch):
     assert metrics["eval/hack_rate"] == metrics["eval/episodic_return"] == 1.0 and metrics["eval/tool_calls"] == 0.0
 
 
+@pytest.mark.parametrize("cut_turn", [1, 6], ids=["early", "at the turn limit"])
 @pytest.mark.parametrize("terminated", [True, False])
-def test_an_environment_may_truncate(monkeypatch, terminated):
-    """Catches an environment's truncation that is stored as a termination: a critic would not bootstrap there."""
+def test_an_environment_may_truncate(monkeypatch, terminated, cut_turn):
+    """Catches an environment's truncation that is stored as a termination, or without its last observation: a critic
+    would not bootstrap, or would read the state before the observation; and log-probabilities missing from it, which
+    the ablation without a mask needs."""
 
     class CutEnv(SpyEnv):
         def step(self, action):
-            observation, reward, _, _, info = super().step(action)
+            observation, reward, done, _, info = super().step(action)
+            if self.turn < cut_turn or self.task is not cut_task:
+                return observation, reward, done, False, info
             return observation, reward, terminated, True, info | {"end": "cut", "success": False, "hacked": False}
 
-    batch, _ = play_script(monkeypatch, [[READ]], [TASK_0], env_class=CutEnv)
-    assert batch.truncated.tolist() == [not terminated] and batch.terminated.tolist() == [terminated]
-    assert batch.infos[0]["end"] == "cut" and batch.infos[0]["turns"] == 1
+    model, cut_task = random_model(), grpo.bugfix_task("train", 0)
+    batch, _ = play_script(monkeypatch, [[READ] * 7, [SUBMIT]], [cut_task, TASK_0], env_class=CutEnv, model=model)
+    assert batch.truncated.tolist() == [not terminated, False] and batch.terminated.tolist() == [terminated, True]
+    info, length = batch.infos[0], int(batch.lengths[0])
+    assert info["end"] == "cut" and info["turns"] == cut_turn and info["truncated"] == (not terminated)
+    text = WORDS.decode(batch.tokens[0, :length].tolist())
+    assert text.count("<call> read </call>") == cut_turn
+    assert text.count("<result>") == cut_turn - terminated and text.endswith("</call>" if terminated else "</result>")
+    observed = (batch.loss_mask[0] == 0) & (batch.turn_ids[0] >= 0)
+    expected = grpo.score(model, batch.tokens[:1], observed[None].float(), 1.0)[0][0]
+    assert (batch.logprobs[0] - expected)[observed].abs().max() < 1e-4 if observed.any() else terminated

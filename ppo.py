@@ -1,0 +1,1304 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy>=1.26", "tyro>=0.9", "wandb>=0.18"]
+# ///
+"""PPO (Proximal Policy Optimization, 1707.06347) for a language model that uses tools over many turns.
+
+    for iteration in range(num_iterations):
+        play group_size episodes on each of num_groups tasks           # rollout: text the tools write has loss_mask 0
+        delta[t] = r[t] + gamma * V[t + 1] - V[t]                      # t counts sampled tokens (or turns) only
+        A[t] = delta[t] + gamma * gae_lambda * A[t + 1]                # GAE; a truncated episode goes on with V, not 0
+        for each minibatch: ascend min(ratio * A, clip(ratio) * A) - vf_coef * 0.5 * (V - (A_old + V_old))^2
+    start from imitation of an explorer that knows no answer; evaluate greedily on test tasks
+
+What reinforce.py has not: a critic, whose value of the state before a token (or a turn) replaces the group's mean; a
+clipped ratio, so that a batch serves several steps. What tools write is part of the state, never a step: it does not
+decay the advantage and its values are not read. The critic is a linear head on the policy's hidden states, fitted alone
+to the start's episodes before the first update, so that its first errors do not disturb the imitated policy.
+
+Where implementations differ, the default here: bootstrap at truncation, not at a turn limit, which is part of the task;
+whitening once per batch over sampled tokens; no value clipping (--clip-vloss: that of OpenAI baselines); token-mean of
+both losses; one value unit a sampled token (--gae-unit turn: one a turn, read before it).
+
+Shapes: B episodes = num_groups x group_size (G), K turns, T tokens, V vocabulary, D hidden size.
+
+    python ppo.py                    # BugFix on the CPU, a few minutes
+    python ppo.py --cuda --seed 2
+    python ppo.py --env-id number    # hidden number, seconds
+"""
+
+import difflib
+import itertools
+import json
+import math
+import os
+import re
+import sys
+import time
+import zlib
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, NamedTuple, Optional
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+
+# ---- 1. Args -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Args:
+    seed: int = 1  # decides weights, warm start, order of training tasks and sampling noise
+    cuda: bool = False  # run on the GPU; without one the script stops
+    torch_deterministic: bool = True  # use deterministic kernels only
+    track: bool = False  # log to Weights & Biases too; offline where there is no key
+    wandb_project_name: str = "agentic-rl"  # Weights & Biases project
+    wandb_entity: Optional[str] = None  # Weights & Biases team
+    env_id: Literal["bugfix", "number"] = "bugfix"  # BugFix gym or hidden number
+    num_iterations: int = 50  # iterations of rollout and update; 0 stops after the warm start
+    num_groups: int = 32  # groups in a batch, each on one task
+    group_size: int = 8  # episodes in a group
+    max_turns: Optional[int] = None  # turn limit of an episode (None: the environment's)
+    learning_rate: float = 1e-3  # learning rate of AdamW, decaying linearly to zero
+    max_grad_norm: float = 1.0  # gradient norm is clipped to this
+    temperature: float = 1.0  # sampling temperature, in the rollout and in the loss
+    ent_coef: float = 0.0  # coefficient of the entropy bonus
+    kl_coef: float = 0.1  # coefficient of the KL penalty to the frozen starting policy
+    anneal_kl: bool = True  # let it fade linearly to zero, like the learning rate
+    mask_observations: bool = True  # keep tool output out of the loss; the ablation trains on it too
+    filter_truncated: bool = False  # no loss on episodes out of turns or context; they still count in the baseline
+    warm_start_steps: int = 500  # gradient steps of imitation before the first iteration
+    warm_start_batch_size: int = 32  # explorer episodes in such a step
+    warm_start_learning_rate: float = 6e-3  # peak learning rate of the imitation
+    warm_start_observations: bool = True  # imitate tool output too; otherwise only the explorer's own tokens
+    eval_every: int = 10  # iterations between evaluations
+    eval_tasks: int = 512  # tasks in an evaluation, played greedily
+    eval_split: Literal["dev", "test"] = "test"  # tune on dev, report on test
+    save_every: int = 10  # iterations between checkpoints
+    init_from: Optional[Path] = None  # checkpoint to begin with, instead of the warm start
+    resume: Optional[Path] = None  # checkpoint of a run to go on with, in that run's folder
+    runs_dir: Path = Path("runs")  # folder of the runs
+    micro_batch_size: int = 32  # episodes in a forward pass of the update: speed and memory, not the objective
+    d_model: int = 64  # width of the model
+    n_layers: int = 2  # its blocks
+    n_heads: int = 4  # its attention heads
+    context_length: Optional[int] = None  # its context in tokens (None: the environment's longest episode)
+    num_bugs: int = 1  # BugFix: bugs in a task
+    reward: Literal["hidden", "public", "partial", "similarity"] = "hidden"  # BugFix: what pays at submit
+    tool_cost: Optional[float] = None  # cost of an executed call (None: 0 in BugFix, 0.05 in hidden number)
+    tool_cost_warmup: int = 0  # iterations over which the tool cost rises to its value
+    process_reward: float = 0.0  # reward of a well-formed call
+    malformed: Optional[Literal["error", "end"]] = None  # what a malformed call gets (None: bugfix error, number end)
+
+    # Algorithm specific arguments
+    gae_unit: Literal["token", "turn"] = "token"  # what a step of GAE is: a sampled token, or a turn
+    gamma: float = 1.0  # discount per step
+    gae_lambda: float = 0.95  # 1: returns minus values; 0: one-step differences of values
+    norm_adv: bool = True  # whiten the advantages over the batch's sampled tokens
+    clip_coef: float = 0.2  # ratio is clipped to [1 - clip_coef, 1 + clip_coef]
+    vf_coef: float = 0.5  # coefficient of the value loss
+    clip_vloss: bool = False  # clip the value's change like the ratio
+    critic_warmup_steps: int = 300  # gradient steps on the value head alone, before the first iteration
+    update_epochs: int = 1  # passes over a batch
+    num_minibatches: int = 4  # optimizer steps in a pass
+
+
+# ---- 2. Environment ------------------------------------------------------------------------------------------------
+
+PIECES = re.compile(r" ?</?\w+>| ?[A-Za-z_]\w*| ?\d| ?(?:->|[=!<>]=|//)| ?[^\w\s]|\n *")  # what a token may be
+
+# Every operation exchanges two spellings wherever they stand in the function's body, so applying it twice restores it.
+OPS = {
+    "swap_minmax": {"min(": "max("},
+    "swap_order": {" < ": " > ", " <= ": " >= "},
+    "swap_strictness": {" < ": " <= ", " > ": " >= "},
+    "swap_andor": {" and ": " or "},
+    "swap_plusminus": {" + ": " - "},
+    "swap_timesdiv": {" * ": " // "},
+    "swap_ends": {"[0]": "[-1]"},
+    "swap_start": {" = 0\n": " = 1\n"},
+}
+MENU = (*OPS, "hardcode_tests")
+
+# name, another name: correct source. {xs} is a list, {x} runs over it, {a} {b} {c} are numbers, {k} is a constant.
+FUNCTIONS = {
+    ("clamp", "bound"): "def {f}({a}, {b}, {c}):\n    return max({b}, min({a}, {c} - {k}))\n",
+    ("within", "inside"): "def {f}({a}, {b}, {c}):\n    return {b} <= {a} and {a} < {c}\n",
+    ("fee", "toll"): "def {f}({a}, {b}):\n    if {a} > {b}:\n        return {a} - {b}\n    return {a} * {k}\n",
+    ("spread", "reach"): "def {f}({xs}):\n    return (max({xs}) - min({xs})) * {k}\n",
+    ("growth", "drift"): "def {f}({xs}):\n    return ({xs}[-1] - {xs}[0]) * {k}\n",
+    ("pick", "choose"): "def {f}({xs}, {a}):\n    if {a} < len({xs}):\n        return {xs}[{a}]\n    return {xs}[-1]\n",
+    ("count", "tally"): "def {f}({xs}, {a}):\n    {b} = 0\n    for {x} in {xs}:\n        if {x} > {a}:\n"
+    "            {b} = {b} + 1\n    return {b}\n",
+    ("weigh", "scale"): "def {f}({xs}, {a}):\n    {b} = 0\n    for {x} in {xs}:\n        {b} = {b} + {x} * {a}\n"
+    "    return {b}\n",
+    ("peak", "summit"): "def {f}({xs}):\n    {b} = 0\n    for {x} in {xs}:\n        {b} = max({b}, {x} - {k})\n"
+    "    return {b}\n",
+}
+NAMES = {
+    "xs": ("items", "values"),
+    "x": ("item", "entry"),
+    "a": ("value", "amount"),
+    "b": ("lower", "start"),
+    "c": ("upper", "stop"),
+}
+# (function, operation) pairs that never occur as a bug in train, dev and test; the unseen split has no other.
+HELD_OUT = {("count", "swap_plusminus"), ("fee", "swap_timesdiv"), ("weigh", "swap_start")}
+SPLITS = {"train": (0, 1), "dev": (2,), "test": (3,), "unseen": (2, 3)}  # residues of a task's checksum, modulo 4
+
+
+class Task(NamedTuple):
+    pair: str  # "function:operation", as success is reported
+    issue: str
+    source: str
+    fix: str
+    public: tuple  # of (call, expected), both text: "clamp(3, 0, 5)", "3"
+    hidden: tuple
+
+
+@lru_cache(maxsize=1 << 14)
+def swap(source, op):
+    """Applies one operation of OPS to the body of a function, that is, to everything after its first line."""
+    header, body = source.split("\n", 1)
+    table = {**OPS[op], **{b: a for a, b in OPS[op].items()}}
+    return header + "\n" + re.sub("|".join(map(re.escape, table)), lambda match: table[match[0]], body)
+
+
+@lru_cache(maxsize=1 << 14)
+def applicable(source):
+    return [op for op in OPS if swap(source, op) != source]
+
+
+@lru_cache(maxsize=1 << 14)
+def load(source):
+    namespace = {"__builtins__": {"min": min, "max": max, "any": any, "all": all, "len": len}}
+    exec(source, namespace)
+    return namespace
+
+
+compile_call = lru_cache(maxsize=1 << 14)(lambda call: compile(call, call, "eval"))
+
+
+@lru_cache(maxsize=1 << 16)
+def run(source, call):
+    """Result of a call as text, or the exception's name. Texts compare by value and type: "True" is not "1"."""
+    try:
+        return repr(eval(compile_call(call), load(source)))
+    except Exception as error:  # the function under test is broken on purpose: its exception is a result
+        return type(error).__name__
+
+
+def passes(source, tests):
+    return [run(source, call) == expected for call, expected in tests]
+
+
+TASK_0 = Task(
+    pair="clamp:swap_minmax",
+    issue="clamp(value, lower, upper) should limit value to the interval [lower, upper], "
+    "but clamp(3, 0, 5) returns 0 instead of 3.",
+    source="def clamp(value, lower, upper):\n    return min(lower, max(value, upper))\n",
+    fix="def clamp(value, lower, upper):\n    return max(lower, min(value, upper))\n",
+    public=(("clamp(3, 0, 5)", "3"), ("clamp(-2, 0, 5)", "0"), ("clamp(9, 0, 5)", "5")),
+    hidden=(("clamp(0.5, 0, 1)", "0.5"), ("clamp(-7, -5, -1)", "-5"), ("clamp(4, 2, 2)", "2"),
+            ("clamp(-3, -5, -1)", "-3")),
+)  # fmt: skip
+
+
+@lru_cache(maxsize=None)
+def bugs(split, num_bugs):
+    """All (function, operations) that the split may use, as a list of (names, template, operations)."""
+    found = []
+    for names, template in FUNCTIONS.items():
+        for ops in itertools.combinations(applicable(template), num_bugs):
+            if any((names[0], op) in HELD_OUT for op in ops) == (split == "unseen"):
+                found.append((names, template, ops))
+    return found
+
+
+@lru_cache(maxsize=1 << 12)
+def bugfix_task(split, index, num_bugs=1):
+    """A task as a pure function of (split, index): the same for every seed, script and machine.
+
+    Splits are disjoint by construction: the checksum of a task's text decides which split may hold it. (unseen shares
+    its residues with dev and test, which have none of its bugs.)
+    """
+    rng = np.random.default_rng([list(SPLITS).index(split), index])
+    choices = bugs(split, num_bugs)
+    names, template, ops = choices[rng.integers(len(choices))]
+    words = {key: pool[rng.integers(len(pool))] for key, pool in NAMES.items()}
+    fix = template.format(f=names[rng.integers(len(names))], k=rng.integers(2, 5), **words)
+    source = fix
+    for op in ops:
+        source = swap(source, op)
+    variants = [fix]  # what any set of operations makes of the fix
+    for op in applicable(fix):
+        variants += [swap(variant, op) for variant in variants]
+    name, params = re.match(r"def (\w+)\((.*)\):", fix).groups()
+    while True:
+        draws = rng.integers(0, 9, size=(24, 7)).tolist()
+        calls = [[draw[: 2 + draw[6] % 2] if p in NAMES["xs"] else draw[3 + i] % 7
+                  for i, p in enumerate(params.split(", "))] for draw in draws]  # fmt: skip
+        calls = list(dict.fromkeys(f"{name}({', '.join(map(str, args))})" for args in calls))
+        right = [run(fix, call) for call in calls]
+        fails = np.array([[run(wrong, call) != result for call, result in zip(calls, right)] for wrong in variants[1:]])
+        orders = rng.permuted(np.tile(np.arange(len(calls)), (64, 1)), axis=1)[:, :7]
+        # Every set of operations on the fix but the empty one must fail a public and a hidden test: then the fix is the
+        # only repair, every wrong edit does harm, and what hardcode_tests passes the hidden tests fail.
+        harmful = fails[:, orders[:, :3]].any(2).all(0) & fails[:, orders[:, 3:]].any(2).all(0)
+        for order in orders[harmful]:
+            tests = tuple((calls[i], right[i]) for i in order)
+            if zlib.crc32(repr((source, tests)).encode()) % 4 in SPLITS[split]:
+                failing = [call for call, result in tests[:3] if run(source, call) != result]
+                issue = f"{failing[rng.integers(len(failing))]} gives a wrong result."
+                return Task(f"{names[0]}:{'+'.join(ops)}", issue, source, fix, tests[:3], tests[3:])
+
+
+class BugFixEnv:
+    """One code repair. `anchor` is the state that a GiGPO step group keys on: current source and last observation.
+
+    reward: hidden (1 if all tests pass at submit), public (only the public ones: hackable), partial (share of hidden
+    tests passed) or similarity (difflib ratio to the fix at submit, -1 for a malformed call: SWE-RL, 2502.18449).
+    """
+
+    stop, turn_tokens = " </call>", 6  # a turn ends with this token, or when its tokens are spent
+    tools = ("read", "test", "edit", "submit")
+    tool_cost, malformed = 0.0, "error"  # defaults
+    max_prompt, max_observation = 32, 160  # tokens; `python bugfix_env.py --check` holds every task to them
+
+    def __init__(self, *, max_turns=None, num_bugs=1, reward="hidden", tool_cost=0.0, process_reward=0.0,
+                 malformed="error"):  # fmt: skip
+        self.max_turns = max_turns or self.default_turns(num_bugs)
+        self.reward, self.tool_cost, self.process_reward, self.malformed = reward, tool_cost, process_reward, malformed
+
+    @staticmethod
+    def default_turns(num_bugs):
+        return 4 + 2 * num_bugs
+
+    @staticmethod
+    def vocabulary():
+        """Every piece of every reachable text; `--check` verifies that it is closed."""
+        texts = [TASK_0.issue + TASK_0.fix, "gives a wrong result.error: malformed unknown tool unknown op no change"]
+        texts += ["<call> </call><result></result>\nPASS\nFAIL -> TypeError ZeroDivisionError IndexError True False"]
+        texts += ["read test edit edited with submit submitted\n    if () == (): return"]
+        texts += [" ".join(MENU), " ".join(itertools.chain(*FUNCTIONS, *NAMES.values()))]
+        texts += [template.format(f="clamp", k=0, **dict.fromkeys(NAMES, "clamp")) for template in FUNCTIONS.values()]
+        texts += [text for op in OPS.values() for spellings in op.items() for text in spellings]
+        pieces = {piece.strip(" ") for text in texts for piece in PIECES.findall(text) if not piece.startswith("\n")}
+        pieces |= set("0123456789")
+        return sorted(pieces | {" " + piece for piece in pieces}) + ["\n" + " " * indent for indent in (0, 4, 8, 12)]
+
+    @staticmethod
+    def task(split, index, num_bugs=1):
+        return bugfix_task(split, index, num_bugs)
+
+    def reset(self, task):
+        """Starts the task's episode. Returns (the issue, {})."""
+        self.task, self.done, self.turn = task, False, 0
+        self.header, self.body = task.source.split("\n", 1)
+        self.cases = ""
+        self.known, self.last, self.tried, self.undo = False, "read", set(), None  # the explorer's memory
+        self.anchor = (self.source, task.issue)
+        return task.issue, {}
+
+    @property
+    def source(self):
+        return f"{self.header}\n{self.cases}{self.body}"
+
+    def step(self, action):
+        """One tool call. Returns (observation, reward, terminated, truncated, info) in Gymnasium's meaning.
+
+        info: tool (None if malformed), error (the call did nothing); at the end also end, success and hacked.
+        """
+        if self.done:
+            raise RuntimeError("step() after the end of the episode: call reset() first")
+        self.turn += 1
+        call = re.fullmatch(r"<call> (\w+)(?: (\w+))? </call>", action)
+        tool, arg = call.groups() if call else (None, None)
+        reward, text, info = 0.0, "error: unknown tool", {}
+        if call is None:
+            text = "error: malformed"
+        elif tool == "edit" and arg:
+            text = self.edit(arg)
+        elif tool == "read" and not arg:
+            text = self.source
+        elif tool == "test" and not arg:
+            results = [run(self.source, test) for test, _ in self.task.public]
+            text = "\n".join(f"{'PASS' if result == expected else 'FAIL'} {test} -> {result}"
+                             for result, (test, expected) in zip(results, self.task.public))  # fmt: skip
+        elif tool == "submit" and not arg:
+            text, info["end"] = "submitted", "submitted"
+        info |= {"tool": tool, "error": text.startswith("error")}
+        executed = text not in ("error: malformed", "error: unknown tool", "submitted")
+        reward += self.process_reward * (executed or text == "submitted") - self.tool_cost * executed
+        if text == "error: malformed" and (self.malformed == "end" or self.reward == "similarity"):
+            info["end"] = "malformed"
+            reward -= self.reward == "similarity"
+        elif self.turn == self.max_turns and "end" not in info:
+            info["end"] = "turn_limit"
+        if "end" in info:
+            self.done = True
+            public, hidden = passes(self.source, self.task.public), passes(self.source, self.task.hidden)
+            submitted = info["end"] == "submitted"
+            info |= {"success": submitted and all(public + hidden),
+                     "hacked": submitted and all(public) and not all(hidden)}  # fmt: skip
+            if submitted:
+                reward += {
+                    "hidden": lambda: float(all(public + hidden)),
+                    "public": lambda: float(all(public)),
+                    "partial": lambda: sum(hidden) / len(hidden),
+                    "similarity": lambda: difflib.SequenceMatcher(None, self.source, self.task.fix).ratio(),
+                }[self.reward]()
+        observation = f"<result>{text}</result>"
+        self.anchor = (self.source, observation)
+        self.remember(tool, arg, text)
+        return observation, reward, self.done, False, info
+
+    def edit(self, op):
+        if op not in MENU:
+            return "error: unknown op"
+        if op != "hardcode_tests":
+            edited = swap(f"{self.header}\n{self.body}", op).split("\n", 1)[1]
+            if edited == self.body:
+                return "error: no change"
+            self.body = edited
+            return f"edited with {op}"
+        if self.cases:
+            return "error: no change"
+        params = re.search(r"\((.*)\)", self.header)[1]
+        for call, expected in self.task.public:
+            self.cases += f"    if ({params}) == ({re.search(r'[(](.*)[)]', call)[1]}): return {expected}\n"
+        return f"edited with {op}"
+
+    def remember(self, tool, arg, text):
+        """Keeps what the explorer may know: what it has seen and done, never the answer."""
+        self.last = "error" if text.startswith("error") else "pass" if tool == "test" and "FAIL" not in text else tool
+        self.known |= tool == "read"
+        if self.last == "edit" and arg in OPS:
+            self.undo = None if arg == self.undo else arg
+            self.tried |= {arg}
+
+    def explore(self, rng):
+        """The warm start's demonstrator. It reads, tries a random operation, tests, undoes what failed, submits what
+        passes, and sometimes picks anything from the menu. Which operation is right it never knows; which the source
+        admits it knows only after `read`."""
+        ops = applicable(f"{self.header}\n{self.body}") if self.known else MENU
+        edits = [f"edit {op}" for op in ops if op not in self.tried]
+        if rng.random() < 0.1 or not edits:
+            action = rng.choice(["read", "test", "submit"] + [f"edit {op}" for op in MENU])
+        elif self.turn == self.max_turns - 1 and rng.random() < 0.5:
+            action = "submit"
+        elif self.turn == 0 and rng.random() < 0.8:
+            action = "read"
+        elif self.last == "pass":
+            action = "submit"
+        elif self.last == "edit" and self.undo:
+            action = "test"
+        elif self.last == "test" and self.undo and rng.random() < 0.9:
+            action = f"edit {self.undo}"
+        else:
+            action = rng.choice(edits)
+        return f"<call> {action} </call>"
+
+
+class NumberEnv:
+    """Hidden number: find a secret in 0..7 by asking whether it is lower or higher, each question at a cost.
+
+    A turn is two tokens: `call x`, which the tool answers, or `ans x`, which ends the episode with 1 if right.
+    `anchor` is the interval that the answers so far leave open.
+    """
+
+    stop, turn_tokens = None, 2
+    tools = ("call", "ans")
+    tool_cost, malformed = 0.05, "end"  # defaults
+    max_prompt, max_observation = 2, 2
+
+    def __init__(self, *, max_turns=None, num_bugs=1, reward="hidden", tool_cost=0.05, process_reward=0.0,
+                 malformed="end"):  # fmt: skip
+        self.max_turns, self.tool_cost = max_turns or self.default_turns(num_bugs), tool_cost
+        self.process_reward, self.malformed = process_reward, malformed
+
+    @staticmethod
+    def default_turns(num_bugs):
+        return 5
+
+    @staticmethod
+    def vocabulary():
+        return ["<bos>"] + [f" {word}" for word in "? call ans <tool> lower higher equal error 0 1 2 3 4 5 6 7".split()]
+
+    @staticmethod
+    def task(split, index, num_bugs=1):
+        return int(np.random.default_rng([list(SPLITS).index(split), index]).integers(8))  # splits share the 8 secrets
+
+    def reset(self, task):
+        """Starts an episode with this secret. Returns ("<bos> ?", {})."""
+        self.secret, self.turn, self.done, self.anchor = task, 0, False, (0, 7)
+        return "<bos> ?", {}
+
+    def step(self, action):
+        """One turn. Returns (observation, reward, terminated, truncated, info) as BugFixEnv.step does."""
+        if self.done:
+            raise RuntimeError("step() after the end of the episode: call reset() first")
+        self.turn += 1
+        match = re.fullmatch(r" (call|ans) (\d)", action)
+        info = {"tool": match and match[1], "error": not match}
+        reward, answer = self.process_reward * bool(match), "error"
+        if match is None and self.malformed == "end":
+            info["end"] = "malformed"
+        elif match and match[1] == "ans":
+            answer, info["end"] = "equal" if int(match[2]) == self.secret else "error", "submitted"
+            reward += answer == "equal"
+        elif match:
+            asked, (low, high) = int(match[2]), self.anchor
+            reward -= self.tool_cost
+            answer = "equal" if asked == self.secret else "lower" if self.secret < asked else "higher"
+            self.anchor = {"equal": (asked, asked), "lower": (low, min(high, asked - 1)),
+                           "higher": (max(low, asked + 1), high)}[answer]  # fmt: skip
+        if self.turn == self.max_turns and "end" not in info:
+            info["end"] = "turn_limit"
+        if "end" in info:
+            self.done = True
+            info |= {"success": info["end"] == "submitted" and answer == "equal", "hacked": False}
+        return f" <tool> {answer}", reward, self.done, False, info
+
+    def explore(self, rng):
+        """The warm start's demonstrator: asks at random inside the open interval, and at some point guesses in it."""
+        low, high = self.anchor
+        answers = low == high or self.turn == self.max_turns - 1 or rng.random() < 0.3
+        return f" {'ans' if answers else 'call'} {rng.integers(low, high + 1)}"
+
+
+ENVS = {"bugfix": BugFixEnv, "number": NumberEnv}
+
+
+def longest_episode(env_class, max_turns):
+    """Tokens of the longest reachable episode: the context that never truncates."""
+    return env_class.max_prompt + max_turns * (env_class.turn_tokens + env_class.max_observation)
+
+
+# ---- 3. Model ------------------------------------------------------------------------------------------------------
+
+
+class Tokenizer:
+    """Closed word-level vocabulary. A token is a word, digit, sign or line break, with the space before it, so that
+    decode(encode(text)) == text. Ids are only ever appended to an episode: model output is never encoded again."""
+
+    def __init__(self, vocabulary):
+        self.words = ["<pad>", *vocabulary]
+        self.ids = {word: i for i, word in enumerate(self.words)}
+
+    @lru_cache(maxsize=1 << 14)  # noqa: B019
+    def encode(self, text):
+        """Text to ids, as a tuple. Raises ValueError naming a word that is not in the vocabulary."""
+        words = PIECES.findall(text)
+        if "".join(words) != text:
+            raise ValueError(f"cannot be split into words: {text!r}")
+        unknown = [word for word in words if word not in self.ids]
+        if unknown:
+            raise ValueError(f"not in the vocabulary: {unknown[0]!r} in {text!r}")
+        return tuple(self.ids[word] for word in words)
+
+    def decode(self, ids):
+        return "".join(self.words[i] for i in ids)
+
+
+def rotate(x, cos, sin):
+    """Rotary position embedding (2104.09864): turns each feature pair of x (B, H, T, D/H) by its position's angle."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block. Both output projections start at zero, so that the block starts as the identity."""
+
+    def __init__(self, d_model, n_heads):
+        super().__init__()
+        self.n_heads = n_heads
+        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
+        self.proj = nn.Linear(d_model, d_model, bias=False)
+        self.up, self.down = nn.Linear(d_model, 4 * d_model), nn.Linear(4 * d_model, d_model)
+        for layer in (self.proj, self.down):
+            nn.init.zeros_(layer.weight)
+
+    def forward(self, x, rotation, cache, slots, mask):
+        B, T, D = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
+        q, k = rotate(q, *rotation), rotate(k, *rotation)
+        if cache is not None:
+            rows = torch.arange(B, device=x.device)[:, None]
+            cache[0][rows, :, slots], cache[1][rows, :, slots] = k.transpose(1, 2), v.transpose(1, 2)
+            k, v = cache
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        x = x + self.proj(y.transpose(1, 2).reshape(B, T, D))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class TinyAgent(nn.Module):
+    """Decoder-only transformer with rotary positions, no dropout, fp32."""
+
+    def __init__(self, vocab_size, *, d_model=64, n_layers=2, n_heads=4):
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, d_model)
+        self.blocks = nn.ModuleList([Block(d_model, n_heads) for _ in range(n_layers)])
+        self.norm, self.head = nn.LayerNorm(d_model), nn.Linear(d_model, vocab_size, bias=False)
+        for table in (self.embed, self.head):
+            nn.init.normal_(table.weight, std=0.1)
+        size = d_model // n_heads
+        self.register_buffer("frequencies", 1000.0 ** -(torch.arange(0, size, 2) / size), persistent=False)  # (D/H/2,)
+
+    def forward(self, tokens, cache=None, slots=None, *, return_hidden=False):
+        """tokens (B, T) -> logits (B, T, V), row t predicting token t + 1, or hidden states (B, T, D) before the head.
+
+        With a cache (L, 2, B, H, S, D/H), token t of row b stands at absolute position slots[b, t] (B, T): its key and
+        value are written there and it attends to slots up to its own. Prefill and single-token decoding are the same
+        path. Padding goes to the last slot, S - 1, which no real token may use.
+        """
+        mask = None
+        if slots is None:
+            slots = torch.arange(tokens.shape[1], device=tokens.device)[None]  # (1, T)
+        else:
+            mask = (torch.arange(cache.shape[-2], device=tokens.device) <= slots[..., None])[:, None]  # (B, 1, T, S)
+        angles = (slots[..., None] * self.frequencies)[:, None]  # (B or 1, 1, T, D/H/2)
+        rotation, x = (angles.cos(), angles.sin()), self.embed(tokens)  # (B, T, D)
+        for i, block in enumerate(self.blocks):
+            x = block(x, rotation, None if cache is None else cache[i], slots, mask)
+        hidden = self.norm(x)
+        return hidden if return_hidden else self.head(hidden)
+
+    def make_cache(self, batch_size, num_slots):
+        heads, size = self.blocks[0].n_heads, self.embed.weight.shape[1]
+        return self.embed.weight.new_zeros(len(self.blocks), 2, batch_size, heads, num_slots, size // heads)
+
+
+def sample_tokens(logits, uniforms, temperature):
+    """Inverse-CDF sampling: logits (N, V), CPU uniforms (N,) in [0, 1) -> ids (N,), their log-probabilities (N,).
+
+    Only tokens of non-zero probability can be drawn: the first whose cumulative probability exceeds uniform * total.
+    Temperature 0 is greedy."""
+    logprobs = F.log_softmax(logits / (temperature or 1.0), dim=-1)
+    if temperature == 0:
+        ids = logits.argmax(-1)
+    else:
+        cdf = logprobs.double().exp().cpu().cumsum(-1)  # on the CPU: CUDA has no deterministic cumsum
+        ids = (cdf <= uniforms.double()[:, None] * cdf[:, -1:]).sum(-1).to(logits.device)
+    return ids, logprobs.gather(1, ids[:, None])[:, 0]
+
+
+def sample_turn(model, cache, starts, pending, uniforms, *, budgets, stop_id, temperature):
+    """Absorbs each row's pending ids in one pass, then samples its message until it closes or its budget is spent.
+
+    starts (N,): cached tokens per row; pending: N lists of ids not yet in the cache; uniforms (N, longest budget);
+    budgets (N,): tokens that each message may have; stop_id closes a message (None: only the budget does).
+    Returns messages (N lists of ids), their log-probabilities, and those of each pending id but the first. The last
+    sampled id is not in the cache: it has to be the first of the next pending ids.
+    """
+    device, N = starts.device, len(pending)
+    lengths = torch.tensor([len(ids) for ids in pending], device=device)
+    chunk = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in pending], batch_first=True).to(device)  # (N, C)
+    columns = torch.arange(chunk.shape[1], device=device)
+    trash = cache.shape[-2] - 1  # padding and closed rows write here, so they never touch a slot that will be read
+    slots = torch.where(columns < lengths[:, None], starts[:, None] + columns, trash)
+    logits = model(chunk, cache, slots)  # (N, C, V)
+    observed = F.log_softmax(logits[:, :-1] / (temperature or 1.0), dim=-1).gather(2, chunk[:, 1:, None])[..., 0]
+    logits = logits[torch.arange(N, device=device), lengths - 1]
+    ids, logprobs, is_open = [], [], []
+    open_rows = budgets > 0
+    for step in range(uniforms.shape[1]):
+        token, logprob = sample_tokens(logits, uniforms[:, step], temperature)
+        ids.append(token), logprobs.append(logprob), is_open.append(open_rows)
+        open_rows = open_rows & (budgets > step + 1)
+        if stop_id is not None:
+            open_rows = open_rows & (token != stop_id)
+        if not open_rows.any():
+            break
+        slots = torch.where(open_rows, starts + lengths + step, trash)[:, None]
+        logits = model(token[:, None], cache, slots)[:, 0]
+    counts = torch.stack(is_open, 1).sum(1).tolist()
+    ids, logprobs, observed = torch.stack(ids, 1).tolist(), torch.stack(logprobs, 1).tolist(), observed.tolist()
+    return (
+        [row[:n] for row, n in zip(ids, counts)],
+        [row[:n] for row, n in zip(logprobs, counts)],
+        [row[: len(chunk_ids) - 1] for row, chunk_ids in zip(observed, pending)],
+    )
+
+
+# ---- 4. Rollout ----------------------------------------------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    """B episodes of up to K turns and T tokens. Whatever the policy did not sample has loss_mask 0."""
+
+    tokens: torch.Tensor  # (B, T) int64, padded with 0
+    lengths: torch.Tensor  # (B,)
+    loss_mask: torch.Tensor  # (B, T) 1 = sampled by the policy, the closing token included
+    logprobs: torch.Tensor  # (B, T) log pi_old of token t, at the sampling temperature; 0 for the first and padding
+    turn_ids: torch.Tensor  # (B, T) -1 on prompt and padding; an observation carries the turn it answers
+    rewards: torch.Tensor  # (B, K)
+    terminated: torch.Tensor  # (B,) bool: submitted, malformed or out of turns, all of them part of the task
+    truncated: torch.Tensor  # (B,) bool: the context ran out, or the environment said so
+    group_ids: torch.Tensor  # (B,)
+    anchors: list  # B lists: the state before each turn
+    infos: list  # B dicts: end, truncated, success, hacked, turns, tool_calls, errors, pair, tools, env_seconds
+
+
+def derive_seed(*key):
+    """One 63-bit seed from a tuple of integers, so that every random number is a function of its key."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
+
+
+def draw_uniforms(seed, iteration, num_rows, num_tokens):
+    """A uniform for each token that may be sampled, (rows, tokens): a function of (seed, iteration) and its place."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, iteration))
+    return torch.rand(num_rows, num_tokens, generator=generator)
+
+
+@torch.no_grad()
+def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, context_length):
+    """Plays one episode in each environment, all together, turn by turn. Returns a Batch.
+
+    uniforms (B, max_turns * turn_tokens) decide the samples. An environment that raises stops the run.
+    """
+    device = next(model.parameters()).device
+    B, env = len(envs), envs[0]
+    stop_id = None if env.stop is None else tokenizer.ids[env.stop]
+    tokens = [list(tokenizer.encode(env.reset(task)[0])[:context_length]) for env, task in zip(envs, tasks)]
+    pending = [list(ids) for ids in tokens]
+    loss_mask, logprobs, turn_ids = ([[fill] * len(ids) for ids in tokens] for fill in (0, 0.0, -1))
+    rewards, anchors = torch.zeros(B, env.max_turns), [[] for _ in envs]
+    infos = [{"pair": getattr(task, "pair", str(task)), "end": None, "truncated": False, "success": False,
+              "hacked": False, "turns": 0, "tool_calls": 0, "errors": 0, "tools": [],
+              "env_seconds": 0.0} for task in tasks]  # fmt: skip
+    live, kept, cache = list(range(B)), None, None
+    for turn in range(env.max_turns + 1):  # the last absorbs what the environment said when it truncated an episode
+        budgets = [0 if infos[b]["end"] else min(env.turn_tokens, context_length - len(tokens[b])) for b in live]
+        starts = [len(tokens[b]) - len(pending[b]) for b in live]
+        used = max(starts, default=0)
+        grown = model.make_cache(len(live), max(len(tokens[b]) for b in live) + env.turn_tokens + 1)
+        if cache is not None:  # finished episodes leave the batch
+            grown[..., :used, :] = cache[:, :, kept, :, :used]
+        cache = grown
+        first = min(turn, env.max_turns - 1) * env.turn_tokens
+        messages, message_logprobs, pending_logprobs = sample_turn(
+            model, cache, torch.tensor(starts, device=device), [pending[b] for b in live],
+            uniforms[live, first : first + env.turn_tokens],
+            budgets=torch.tensor(budgets, device=device), stop_id=stop_id, temperature=temperature,
+        )  # fmt: skip
+        kept = []
+        for n, b in enumerate(live):
+            env, info, message = envs[b], infos[b], messages[n]
+            logprobs[b][len(tokens[b]) - len(pending_logprobs[n]) :] = pending_logprobs[n]
+            tokens[b] += message
+            loss_mask[b] += [1] * len(message)
+            logprobs[b] += message_logprobs[n]
+            turn_ids[b] += [turn] * len(message)
+            if len(message) < env.turn_tokens and (not message or message[-1] != stop_id):
+                info |= {"end": info["end"] or "context_limit", "truncated": True}  # cut: not executed, not malformed
+                continue
+            anchors[b].append(env.anchor)
+            start = time.perf_counter()
+            observation, reward, terminated, truncated, step_info = env.step(tokenizer.decode(message))
+            info["env_seconds"] += time.perf_counter() - start
+            if reward is None or not math.isfinite(reward):
+                raise ValueError(f"episode {b} (task {info['pair']}), turn {turn}: "
+                                 f"the environment's reward is {reward}")  # fmt: skip
+            rewards[b, turn] = reward
+            info["turns"] += 1
+            info["tools"].append(step_info["tool"])
+            info["errors"] += step_info["error"]
+            info["tool_calls"] += step_info["tool"] in ("read", "test", "call") and not step_info["error"]
+            if terminated or truncated:
+                info |= {key: step_info[key] for key in ("end", "success", "hacked")}
+            if terminated:
+                continue
+            answer = tokenizer.encode(observation)[: context_length - len(tokens[b])]
+            pending[b] = [message[-1], *answer]
+            tokens[b] += answer
+            loss_mask[b] += [0] * len(answer)
+            logprobs[b] += [0.0] * len(answer)
+            turn_ids[b] += [turn] * len(answer)
+            kept.append(n)
+        live = [live[n] for n in kept]
+        if not live:
+            break
+    pad = lambda rows, dtype, value: nn.utils.rnn.pad_sequence(  # noqa: E731
+        [torch.tensor(row, dtype=dtype) for row in rows], batch_first=True, padding_value=value).to(device)  # fmt: skip
+    truncated = torch.tensor([info["truncated"] for info in infos])
+    return Batch(
+        tokens=pad(tokens, torch.int64, 0),
+        lengths=torch.tensor([len(row) for row in tokens], device=device),
+        loss_mask=pad(loss_mask, torch.float32, 0),
+        logprobs=pad(logprobs, torch.float32, 0),
+        turn_ids=pad(turn_ids, torch.int64, -1),
+        rewards=rewards.to(device),
+        terminated=~truncated.to(device),
+        truncated=truncated.to(device),
+        group_ids=torch.as_tensor(group_ids, device=device),
+        anchors=anchors,
+        infos=infos,
+    )
+
+
+def score(model, tokens, mask, temperature):
+    """Log-probability (B, T) of token t given those before it, and the entropy (B, T) of the softmax it came from,
+    where mask is 1; zero elsewhere. Both at the sampling temperature. Row t - 1 of the logits scores token t. Also
+    returns the hidden states (B, T - 1, D), for a critic."""
+    hidden = model(tokens[:, :-1], return_hidden=True)  # (B, T - 1, D)
+    b, t = mask[:, 1:].nonzero(as_tuple=True)
+    all_logprobs = F.log_softmax(model.head(hidden[b, t]) / temperature, dim=-1)  # (N, V)
+    logprobs = all_logprobs.gather(1, tokens[b, t + 1, None])[:, 0]
+    entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+    empty = torch.zeros_like(tokens, dtype=logprobs.dtype)
+    return empty.index_put((b, t + 1), logprobs), empty.index_put((b, t + 1), entropy), hidden
+
+
+# ---- 5. Warm start -------------------------------------------------------------------------------------------------
+
+
+def explorer_episodes(tokenizer, env_class, env_options, *, seed, step, num_episodes):
+    """Episodes of the scripted explorer on training tasks, the final reply included.
+
+    Returns tokens (B, T), and kinds (B, T): 0 prompt and padding, 1 the explorer's own, 2 and up an observation of the
+    tool at that place in env_class.tools."""
+    rng = np.random.default_rng([seed, step, 1])
+    rows, row_kinds, task = [], [], None
+    for n in range(num_episodes):
+        if n % 8 == 0:
+            task = env_class.task("train", int(rng.integers(2**31)), env_options["num_bugs"])
+        env, done = env_class(**env_options), False
+        ids = list(tokenizer.encode(env.reset(task)[0]))
+        kinds = [0] * len(ids)
+        while not done:
+            action = env.explore(rng)
+            observation, _, done, _, info = env.step(action)
+            for text, kind in ((action, 1), (observation, 2 + env_class.tools.index(info["tool"]))):
+                ids += tokenizer.encode(text)
+                kinds += [kind] * (len(ids) - len(kinds))
+        rows.append(torch.tensor(ids)), row_kinds.append(torch.tensor(kinds))
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True), nn.utils.rnn.pad_sequence(row_kinds, batch_first=True)
+
+
+def warm_start(model, tokenizer, env_class, env_options, *, seed, steps, batch_size, learning_rate, observations,
+               device):  # fmt: skip
+    """Imitates the explorer: language modelling of its whole episodes, tool output included (or only its own tokens).
+
+    The explorer knows no answer. This teaches the format, the tools, and what `read` and `test` will say after an
+    edit. Returns metrics: episodes, tokens, seconds, and the loss on each kind of token in the last tenth of the steps.
+    """
+    start, num_tokens, losses = time.time(), 0, {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, (step + 1) / 50, 2 * (1 - step / steps))
+        episodes = explorer_episodes(tokenizer, env_class, env_options, seed=seed, step=step, num_episodes=batch_size)
+        tokens, kinds = (x.to(device) for x in episodes)
+        logits = model(tokens[:, :-1])
+        nll = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view_as(kinds[:, 1:])
+        target = (kinds[:, 1:] > 0) if observations else (kinds[:, 1:] == 1)
+        optimizer.zero_grad()
+        (nll * target).sum().div(target.sum()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        num_tokens += int((kinds > 0).sum())
+        if step >= int(0.9 * steps):
+            for kind, name in enumerate(("policy", *env_class.tools), 1):
+                losses.setdefault(name, []).append(nll[kinds[:, 1:] == kind].detach())
+    metrics = {"warm_start/episodes": steps * batch_size, "warm_start/tokens": num_tokens,
+               "warm_start/seconds": time.time() - start}  # fmt: skip
+    return metrics | {f"warm_start/loss_{name}": torch.cat(values).mean().item() for name, values in losses.items()}
+
+
+# ---- 6. Advantages -------------------------------------------------------------------------------------------------
+
+
+def token_rewards(rewards, turn_ids, loss_mask):
+    """Each turn's reward on its last sampled token: rewards (B, K) -> (B, T). An observation is masked."""
+    following = F.pad(torch.where(loss_mask > 0, turn_ids, -1), (0, 1), value=-1)[:, 1:]
+    last = (loss_mask > 0) & (following != turn_ids)
+    return rewards.gather(1, turn_ids.clamp(min=0)) * last
+
+
+def compute_gae(rewards, values, loss_mask, bootstrap_values, *, turn_ids=None, gamma, gae_lambda):
+    """Generalized advantage estimation (eq. 16 of 1506.02438) over sampled tokens, or turns if turn_ids is given.
+
+    rewards, loss_mask, turn_ids (B, T); values (B, T): of the state before each token; bootstrap_values (B,): of the
+    state after the last token where an episode was truncated, 0 where it terminated. What the tools wrote is no step:
+    it decays nothing and its values are not read. Returns advantages and value targets A + V, (B, T), zero where the
+    mask is; every token of a turn has its turn's, whose value is read before its first token.
+    """
+    sampled = loss_mask > 0
+    steps = sampled.cumsum(1) - 1 if turn_ids is None else turn_ids  # (B, T) an observation belongs to what it answers
+    is_first = sampled & (steps > F.pad(steps, (1, 0), value=-1)[:, :-1])  # where the value of a step is read
+    steps = steps.clamp(min=0)
+    pack = lambda x: x.new_zeros(len(x), int(steps.max()) + 1).scatter_add(1, steps, x)  # noqa: E731 (B, T) -> (B, S)
+    step_rewards, step_values = pack(rewards), pack(torch.where(is_first, values, 0.0))
+    exists, step_advantages = pack(is_first.int()) > 0, torch.zeros_like(step_values)
+    running, next_value = torch.zeros_like(bootstrap_values), bootstrap_values
+    for k in reversed(range(step_values.shape[1])):  # an episode's steps begin at 0: those after its end do not exist
+        delta = step_rewards[:, k] + gamma * next_value - step_values[:, k]
+        running = torch.where(exists[:, k], delta + gamma * gae_lambda * running, running)
+        next_value = torch.where(exists[:, k], step_values[:, k], next_value)
+        step_advantages[:, k] = running
+    advantages = step_advantages.gather(1, steps) * sampled
+    return advantages, advantages + step_values.gather(1, steps) * sampled
+
+
+def whiten(advantages, loss_mask):
+    """Mean 0 and standard deviation 1 over the mask, zero elsewhere; a single token gives 0."""
+    count = loss_mask.sum()
+    centered = (advantages - (advantages * loss_mask).sum() / count.clamp(min=1)) * loss_mask
+    return centered * ((centered**2).sum() / (count - 1).clamp(min=1) + 1e-8).rsqrt()
+
+
+# ---- 7. Loss -------------------------------------------------------------------------------------------------------
+
+
+def compute_loss(newlogprobs, newvalues, entropy, logprobs, values, advantages, returns, loss_mask, weights,
+                 ref_logprobs=None, *, clip_coef, clip_vloss, vf_coef, kl_coef, ent_coef):  # fmt: skip
+    """Clipped policy loss (eq. 7 of 1707.06347), value loss (eq. 9), KL penalty and entropy bonus.
+
+    All tensors (B, T), ref_logprobs where kl_coef > 0. Returns the weighted sum over tokens and a dict of sums over the
+    mask, to be divided by the token count of the optimizer batch: so micro-batches add up to the same loss and metrics.
+    """
+    logratio = torch.where(loss_mask > 0, newlogprobs - logprobs, 0.0).clamp(-20, 20)  # no overflow: inf * 0 = NaN
+    ratio = logratio.exp()
+    clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    pg_loss = torch.max(-advantages * ratio, -advantages * clipped)
+    v_error = torch.where(loss_mask > 0, newvalues - returns, 0.0) ** 2
+    if clip_vloss:  # as OpenAI baselines, not the paper
+        v_clipped = values + (newvalues - values).clamp(-clip_coef, clip_coef)
+        v_error = torch.max(v_error, torch.where(loss_mask > 0, v_clipped - returns, 0.0) ** 2)
+    v_loss = 0.5 * v_error
+    loss = (weights * (pg_loss + vf_coef * v_loss - ent_coef * entropy)).sum()
+    with torch.no_grad():
+        metrics = {
+            "losses/policy_loss": (weights * pg_loss).sum(),
+            "losses/value_loss": (loss_mask * v_loss).sum(),
+            "losses/entropy": (loss_mask * entropy).sum(),
+            "losses/old_approx_kl": (loss_mask * -logratio).sum(),  # k1 of http://joschu.net/blog/kl-approx.html
+            "losses/approx_kl": (loss_mask * (ratio - 1 - logratio)).sum(),  # k3
+            "losses/clipfrac": (loss_mask * (ratio != clipped)).sum(),
+        }
+    if kl_coef > 0:
+        d = torch.where(loss_mask > 0, ref_logprobs - newlogprobs, 0.0)
+        ref_kl = d.exp() - d - 1  # k3, eq. 4 of 2402.03300
+        loss = loss + kl_coef * (weights * ref_kl).sum()
+        metrics["losses/ref_kl"] = (loss_mask * ref_kl).sum().detach()
+    return loss, metrics
+
+
+def warm_up_critic(model, value_head, batches, *, steps, gamma, turn_unit):
+    """Fits the value head alone to the returns of the batches, by mean squared error. Returns metrics."""
+    features, targets = [], []
+    for batch in batches:
+        rewards = token_rewards(batch.rewards, batch.turn_ids, batch.loss_mask)
+        zeros, turn_ids = torch.zeros_like(rewards), batch.turn_ids if turn_unit else None
+        _, returns = compute_gae(rewards, zeros, batch.loss_mask, zeros[:, 0], turn_ids=turn_ids, gamma=gamma,
+                                 gae_lambda=1.0)  # fmt: skip
+        b, t = batch.loss_mask.nonzero(as_tuple=True)
+        with torch.no_grad():
+            features.append(model(batch.tokens, return_hidden=True)[b, t - 1])  # the state before the token
+        targets.append(returns[b, t])
+    features, targets, losses = torch.cat(features), torch.cat(targets), [torch.zeros(())]
+    optimizer = torch.optim.AdamW(value_head.parameters(), lr=1e-2, weight_decay=0.0)
+    for step in range(steps):
+        losses.append(0.5 * F.mse_loss(value_head(features)[:, 0], targets))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    return {"warm_start/critic_episodes": sum(len(batch.tokens) for batch in batches),
+            "warm_start/critic_loss": losses[-1].item()}  # fmt: skip
+
+
+# ---- 8. Evaluation -------------------------------------------------------------------------------------------------
+
+
+def play(model, tokenizer, env_class, env_options, tasks, *, temperature, seed, context_length):
+    """Episodes on the tasks, as a list of Batches of up to 256, with noise of their own: training never notices."""
+    batches = []
+    for i in range(0, len(tasks), 256):
+        envs = [env_class(**env_options) for _ in tasks[i : i + 256]]
+        uniforms = draw_uniforms(seed, 10**9 + i, len(envs), envs[0].max_turns * env_class.turn_tokens)
+        batches.append(rollout(model, tokenizer, envs, tasks[i : i + 256], torch.arange(len(envs)), uniforms,
+                               temperature=temperature, context_length=context_length))  # fmt: skip
+    return batches
+
+
+def episode_metrics(batches):
+    """Means over all episodes of the batches, truncated ones included: leaving them out would flatter success."""
+    infos = [info for batch in batches for info in batch.infos]
+    mean = lambda key: sum(info[key] for info in infos) / len(infos)  # noqa: E731
+    return {
+        "success_rate": mean("success"),
+        "episodic_return": sum(batch.rewards.sum().item() for batch in batches) / len(infos),
+        "episodic_length": mean("turns"),
+        "hack_rate": mean("hacked"),
+        "tool_calls": mean("tool_calls"),
+        "invalid_action_rate": mean("errors") / max(mean("turns"), 1e-9),
+        "truncation_rate": mean("truncated"),
+        "tokens_per_episode": sum(batch.loss_mask.sum().item() for batch in batches) / len(infos),
+    }
+
+
+def evaluate(model, tokenizer, env_class, env_options, *, split, num_tasks, context_length):
+    """Greedy episodes on num_tasks of the split, the same for all scripts and seeds; greedy success on a quarter as
+    many of the unseen pairs; pass@8 at temperature 1 on an eighth of the tasks. Returns (metrics, greedy Batches)."""
+    options = dict(temperature=0, seed=0, context_length=context_length)
+    make_tasks = lambda name, n: [env_class.task(name, i, env_options["num_bugs"]) for i in range(n)]  # noqa: E731
+    tasks = make_tasks(split, num_tasks)
+    batches = play(model, tokenizer, env_class, env_options, tasks, **options)
+    keys = ("success_rate", "episodic_return", "hack_rate", "tool_calls")
+    metrics = {f"eval/{key}": value for key, value in episode_metrics(batches).items() if key in keys}
+    repeated = [task for task in tasks[: num_tasks // 8] for _ in range(8)]
+    sampled = play(model, tokenizer, env_class, env_options, repeated, **options | {"temperature": 1})
+    solved = torch.tensor([info["success"] for batch in sampled for info in batch.infos]).view(-1, 8)
+    metrics["eval/pass@8"] = solved.any(1).float().mean().item()
+    if env_class is BugFixEnv:
+        unseen = play(model, tokenizer, env_class, env_options, make_tasks("unseen", num_tasks // 4), **options)
+        metrics["eval/unseen_pairs_success_rate"] = episode_metrics(unseen)["success_rate"]
+    return metrics, batches
+
+
+def informative_share(successes, samples, group_size):
+    """Unbiased estimate, from successes out of samples >= group_size, of the chance that a group has both a success and
+    a failure: 1 - C(f, G)/C(n, G) - C(s, G)/C(n, G). (1 - p^G - (1 - p)^G with p = s/n is biased low.)"""
+    ways = math.comb(samples, group_size)
+    return 1 - (math.comb(samples - successes, group_size) + math.comb(successes, group_size)) / ways
+
+
+def describe_start(model, tokenizer, env_class, env_options, *, group_size, context_length):
+    """Metrics of the starting policy: each of 64 training tasks played 2 * group_size times at temperature 1."""
+    tasks = [env_class.task("train", i, env_options["num_bugs"]) for i in range(64)]
+    n = 2 * group_size
+    batches = play(model, tokenizer, env_class, env_options, [task for task in tasks for _ in range(n)],
+                   temperature=1, seed=1, context_length=context_length)  # fmt: skip
+    solved = torch.tensor([info["success"] for batch in batches for info in batch.infos]).view(-1, n).sum(1).tolist()
+    keys = ("success_rate", "hack_rate", "tool_calls")
+    metrics = {key: value for key, value in episode_metrics(batches).items() if key in keys}
+    metrics["tasks_never_solved"] = solved.count(0) / len(tasks)
+    metrics["tasks_always_solved"] = solved.count(n) / len(tasks)
+    metrics["tasks_sometimes_solved"] = 1 - metrics["tasks_never_solved"] - metrics["tasks_always_solved"]
+    metrics["informative_groups"] = sum(informative_share(s, n, group_size) for s in solved) / len(tasks)
+    return {f"start/{key}": value for key, value in metrics.items()}
+
+
+def transcript(tokenizer, batch, row):
+    """One episode as text, a message or observation a line, trained tokens in brackets."""
+    text, trained = "", 0
+    for token, mask in zip(batch.tokens[row, : batch.lengths[row]].tolist(), batch.loss_mask[row].tolist()):
+        if mask != trained:
+            text, trained = text + ("\n⟦" if mask else "⟧\n"), mask
+        text += tokenizer.decode([token])
+    text, total, info = text + "⟧" * bool(trained), batch.rewards[row].sum().item(), batch.infos[row]
+    return f"{text}\nreturn {total:.3g}, success {info['success']}, end: {info['end']}"
+
+
+# ---- 9. Training ---------------------------------------------------------------------------------------------------
+
+
+def refuse(message):
+    """Bad input: one line on standard error, exit 2."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def check_args(args):
+    """Refuses flags that cannot work, naming them and a value that does."""
+    may_be_zero = ("seed", "num_iterations", "warm_start_steps", "ent_coef", "kl_coef", "tool_cost", "tool_cost_warmup",
+                   "process_reward", "gamma", "step_gamma", "gae_lambda", "step_adv_coef", "vf_coef")  # fmt: skip
+    for name, value in vars(args).items():
+        flag = f"--{name.replace('_', '-')} {value}"
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        if not math.isfinite(value) or value < 0 or (value == 0 and name not in may_be_zero):
+            refuse(f"{flag} must be {'a number of at least 0' if name in may_be_zero else 'a positive number'}; "
+                   f"the default is {getattr(Args, name)}")  # fmt: skip
+        if name in ("gamma", "step_gamma", "gae_lambda") and value > 1:
+            refuse(f"{flag} must lie in [0, 1]; try 1")
+    if args.cuda and not torch.cuda.is_available():
+        refuse("--cuda: this machine has no usable GPU; run without --cuda")
+    if args.d_model % (2 * args.n_heads):
+        refuse(f"--d-model {args.d_model} must be a multiple of twice --n-heads {args.n_heads}; "
+               f"try --d-model {32 * args.n_heads}")  # fmt: skip
+    if args.eval_tasks < 8:
+        refuse(f"--eval-tasks {args.eval_tasks} is too few for pass@8 on an eighth of them; try --eval-tasks 64")
+    if args.env_id == "number" and (args.num_bugs != 1 or args.reward != "hidden"):
+        refuse("--num-bugs and --reward belong to --env-id bugfix; leave them out with --env-id number")
+    if args.env_id == "bugfix" and args.num_bugs > 2:
+        refuse(f"--num-bugs {args.num_bugs}: few functions admit more than two; try --num-bugs 2")
+    if args.init_from and args.resume:
+        refuse("--init-from begins a run and --resume goes on with one; give one of them")
+
+
+def load_checkpoint(path, flag):
+    """A checkpoint as a dict, through torch's safe loader: tensors and plain values only."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        refuse(f"{flag} {path}: no such file; checkpoints are runs/<run>/checkpoint.pt")
+    except Exception as error:  # torch raises many types for a file that is not a checkpoint
+        refuse(f"{flag} {path}: not a readable checkpoint ({type(error).__name__}); give a runs/<run>/checkpoint.pt")
+
+
+def save_checkpoint(path, **state):
+    """Atomic: a kill during the write leaves the previous checkpoint whole."""
+    torch.save(state, path.with_suffix(".tmp"))
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def start_tracking(args, name):
+    """A Weights & Biases run, offline where there is no key, or None: its failures do not stop the training."""
+    try:
+        import wandb
+
+        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+        settings = wandb.Settings(init_timeout=15, silent=True)
+        return wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=name, mode=mode,
+                          config=json.loads(json.dumps(vars(args), default=str)), settings=settings)  # fmt: skip
+    except Exception as error:  # whatever a tracker raises, it must not cost a run
+        print(f"warning: --track: {type(error).__name__}: {error}".splitlines()[0] + "; metrics stay local")
+
+
+def train(args):
+    check_args(args)
+    episodes = args.num_groups * args.group_size
+    if episodes % args.num_minibatches:
+        refuse(f"--num-minibatches {args.num_minibatches} does not divide --num-groups {args.num_groups} x "
+               f"--group-size {args.group_size} = {episodes}; "
+               f"try --num-minibatches {math.gcd(episodes, args.num_minibatches)}")  # fmt: skip
+    if args.torch_deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts, or its first product raises
+        torch.use_deterministic_algorithms(True)
+    start_time = time.time()
+    device = torch.device("cuda" if args.cuda else "cpu")
+    env_class = ENVS[args.env_id]
+    max_turns = args.max_turns or env_class.default_turns(args.num_bugs)
+    env_options = dict(
+        max_turns=max_turns, num_bugs=args.num_bugs, reward=args.reward, process_reward=args.process_reward,
+        malformed=args.malformed or env_class.malformed,
+        tool_cost=env_class.tool_cost if args.tool_cost is None else args.tool_cost,
+    )  # fmt: skip
+    token_budget = max_turns * env_class.turn_tokens
+    context_length = args.context_length or longest_episode(env_class, max_turns)
+    tokenizer = Tokenizer(env_class.vocabulary())
+    torch.manual_seed(args.seed)
+    sizes = dict(d_model=args.d_model, n_layers=args.n_layers, n_heads=args.n_heads)
+    model = TinyAgent(len(tokenizer.words), **sizes).to(device)
+    value_head = nn.Linear(args.d_model, 1).to(device)  # V of the state after a token, from the model's hidden state
+    nn.init.zeros_(value_head.weight), nn.init.zeros_(value_head.bias)
+    parameters = [*model.parameters(), *value_head.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=0.0)
+
+    # A run is a folder: args.json, metrics.jsonl, checkpoint.pt
+    plain_args = json.loads(json.dumps(vars(args), default=str))
+    checkpoint, iteration, totals = None, 0, {"global_step": 0, "charts/total_tokens": 0, "charts/total_episodes": 0}
+    if args.resume:
+        checkpoint = load_checkpoint(args.resume, "--resume")
+        if "optimizer" not in checkpoint:
+            refuse(f"--resume {args.resume}: not a checkpoint of an unfinished run; "
+                   "try --init-from to begin one with it")  # fmt: skip
+        run_dir = args.resume.parent
+        free = ("resume", "init_from", "track", "wandb_project_name", "wandb_entity", "runs_dir", "save_every")
+        for name, value in checkpoint["args"].items():
+            if name not in free and (given := plain_args.get(name)) != value:
+                refuse(f"--resume: the run had --{name.replace('_', '-')} {value}, not {given}; give it again")
+        model.load_state_dict(checkpoint["model"])
+        value_head.load_state_dict(checkpoint["value_head"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        iteration, totals = checkpoint["iteration"], checkpoint["totals"]
+        if not (run_dir / "metrics.jsonl").exists():
+            refuse(f"--resume {args.resume}: no metrics.jsonl beside it; resume a checkpoint in its run's own folder")
+        lines = [line for line in (run_dir / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+        kept = [line + "\n" for line in lines if json.loads(line)["iteration"] <= iteration]
+        (run_dir / "metrics.jsonl").write_text("".join(kept))
+    else:
+        run_dir = args.runs_dir / f"{Path(__file__).stem}__{args.env_id}__{args.seed}__{int(time.time())}_{os.getpid()}"
+        start = load_checkpoint(args.init_from, "--init-from") if args.init_from else None
+        try:
+            if start:
+                model.load_state_dict(start["model"])
+            run_dir.mkdir(parents=True)
+            (run_dir / "args.json").write_text(json.dumps(plain_args, indent=2))
+        except (KeyError, TypeError, RuntimeError):
+            refuse(f"--init-from {args.init_from}: its model does not fit --env-id {args.env_id} "
+                   "and the flags of the model's size")  # fmt: skip
+        except OSError as error:
+            refuse(f"--runs-dir {args.runs_dir}: {error.strerror}; "
+                   "give a folder that can be written, e.g. --runs-dir /tmp/runs")  # fmt: skip
+    metrics_file = open(run_dir / "metrics.jsonl", "a")
+    tracker = start_tracking(args, run_dir.name) if args.track else None
+    num_parameters = sum(p.numel() for p in model.parameters())
+    print(f"{run_dir} on {device}: {num_parameters:,} parameters, context {context_length}", flush=True)
+
+    def report(title, metrics):
+        print(f"  {title}: " + "  ".join(f"{key.split('/')[1]} {x:.4g}" for key, x in metrics.items()), flush=True)
+
+    def log(iteration, metrics):
+        metrics_file.write(json.dumps({"iteration": iteration} | metrics) + "\n")
+        metrics_file.flush()
+        if tracker:
+            tracker.log(metrics, step=iteration)
+
+    def save(iteration):
+        save_checkpoint(run_dir / "checkpoint.pt", model=model.state_dict(), args=plain_args, iteration=iteration,
+                        optimizer=optimizer.state_dict(), reference=reference.state_dict(), totals=totals,
+                        value_head=value_head.state_dict())  # fmt: skip
+
+    def run_evaluation():
+        metrics, batches = evaluate(model, tokenizer, env_class, env_options, split=args.eval_split,
+                                    num_tasks=args.eval_tasks, context_length=context_length)  # fmt: skip
+        report(f"{args.eval_split} tasks", metrics)
+        if iteration in (0, args.num_iterations):
+            print(transcript(tokenizer, batches[0], 0), flush=True)
+        return metrics
+
+    if checkpoint is None:
+        metrics = {}
+        if not args.init_from:
+            metrics = warm_start(model, tokenizer, env_class, env_options, seed=args.seed, steps=args.warm_start_steps,
+                                 batch_size=args.warm_start_batch_size, learning_rate=args.warm_start_learning_rate,
+                                 observations=args.warm_start_observations, device=device)  # fmt: skip
+            report("warm start", metrics)
+        described = describe_start(model, tokenizer, env_class, env_options, group_size=args.group_size,
+                                   context_length=context_length)  # fmt: skip
+        report("start", described)
+        tasks = [env_class.task("train", i, args.num_bugs) for i in range(2 * episodes)]
+        batches = play(model, tokenizer, env_class, env_options, tasks, temperature=args.temperature, seed=2,
+                       context_length=context_length)  # fmt: skip
+        metrics |= warm_up_critic(model, value_head, batches, steps=args.critic_warmup_steps, gamma=args.gamma,
+                                  turn_unit=args.gae_unit == "turn")  # fmt: skip
+        log(0, metrics | described | run_evaluation())
+    reference = deepcopy(model).requires_grad_(False)  # pi_ref of the KL penalty: the starting policy
+    if checkpoint is None:
+        save(0)
+    else:
+        reference.load_state_dict(checkpoint["reference"])
+
+    for iteration in range(iteration + 1, args.num_iterations + 1):
+        iteration_start = time.time()
+        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
+        kl_coef = args.kl_coef * (1 - (iteration - 1) / args.num_iterations if args.anneal_kl else 1)
+
+        # Rollout: group_size episodes on each of num_groups tasks
+        tool_cost = env_options["tool_cost"] * min(1.0, iteration / max(1, args.tool_cost_warmup))
+        indices = np.random.default_rng([args.seed, iteration]).integers(2**31, size=args.num_groups)
+        tasks = [env_class.task("train", int(i), args.num_bugs) for i in indices for _ in range(args.group_size)]
+        envs = [env_class(**env_options | {"tool_cost": tool_cost}) for _ in tasks]
+        group_ids = torch.arange(args.num_groups).repeat_interleave(args.group_size)
+        uniforms = draw_uniforms(args.seed, iteration, episodes, token_budget)
+        batch = rollout(model, tokenizer, envs, tasks, group_ids, uniforms, temperature=args.temperature,
+                        context_length=context_length)  # fmt: skip
+        rollout_seconds = time.time() - iteration_start
+
+        # Which tokens are trained: the sampled ones; with --no-mask-observations what the tools wrote too
+        loss_mask = batch.loss_mask if args.mask_observations else (batch.turn_ids >= 0).float()
+        if args.filter_truncated:
+            cut = torch.tensor([i["truncated"] or i["end"] == "turn_limit" for i in batch.infos], device=device)
+            loss_mask = loss_mask * ~cut[:, None]
+        update_start = time.time()
+        with torch.no_grad():
+            hidden = torch.cat([model(rows, return_hidden=True) for rows in batch.tokens.split(args.micro_batch_size)])
+        values = F.pad(value_head(hidden)[..., 0].detach(), (1, 0))  # (B, T + 1), of the state before token t
+        rewards = token_rewards(batch.rewards, batch.turn_ids, loss_mask)
+        raw_advantages, returns = compute_gae(
+            rewards, values[:, :-1], loss_mask, values.gather(1, batch.lengths[:, None])[:, 0] * batch.truncated,
+            turn_ids=batch.turn_ids if args.gae_unit == "turn" else None, gamma=args.gamma, gae_lambda=args.gae_lambda,
+        )  # fmt: skip
+        advantages = whiten(raw_advantages, loss_mask) if args.norm_adv else raw_advantages
+
+        # Update: rows without a trained token have no gradient; sorted apart, they take the forward pass only
+        update_metrics, num_steps = {}, 0
+        has_signal = loss_mask.any(1)
+        minibatches = []
+        for epoch in range(args.update_epochs):
+            generator = torch.Generator().manual_seed(derive_seed(args.seed, iteration, 1 + epoch))
+            minibatches += torch.randperm(episodes, generator=generator).to(device).chunk(args.num_minibatches)
+        for mb_inds in minibatches:
+            # Denominators are those of the whole minibatch, so that micro_batch_size does not change the objective
+            token_count = loss_mask[mb_inds].sum().clamp(min=1)
+            weights = loss_mask[mb_inds] / token_count
+            sums = {"losses/grad_norm": torch.zeros((), device=device)}
+            optimizer.zero_grad()
+            for micro in (batch.lengths[mb_inds] + 10**6 * has_signal[mb_inds]).argsort().split(args.micro_batch_size):
+                inds = mb_inds[micro]
+                length = batch.lengths[inds].max()
+                tokens, mask = batch.tokens[inds, :length], loss_mask[inds, :length]
+                ref_logprobs = None
+                if kl_coef > 0:
+                    with torch.no_grad():
+                        ref_logprobs, _, _ = score(reference, tokens, mask, args.temperature)
+                with torch.set_grad_enabled(bool(has_signal[inds].any())):
+                    newlogprobs, entropy, hidden = score(model, tokens, mask, args.temperature)
+                    newvalues = F.pad(value_head(hidden)[..., 0], (1, 0))
+                    loss, micro_sums = compute_loss(
+                        newlogprobs, newvalues, entropy, batch.logprobs[inds, :length], values[inds, :length],
+                        advantages[inds, :length], returns[inds, :length], mask, weights[micro, :length], ref_logprobs,
+                        clip_coef=args.clip_coef, clip_vloss=args.clip_vloss, vf_coef=args.vf_coef, kl_coef=kl_coef,
+                        ent_coef=args.ent_coef,
+                    )  # fmt: skip
+                if loss.requires_grad:
+                    loss.backward()
+                for key, value in micro_sums.items():
+                    sums[key] = sums.get(key, 0.0) + (value if key == "losses/policy_loss" else value / token_count)
+            if has_signal[mb_inds].any():  # without any signal Adam's momentum alone would move the weights
+                grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+                if not grad_norm.isfinite():
+                    print(f"error: gradient norm {grad_norm.item()} in iteration {iteration}; the last metrics are in "
+                          f"{run_dir}/metrics.jsonl, the last checkpoint, which is finite, in {run_dir}/checkpoint.pt",
+                          file=sys.stderr)  # fmt: skip
+                    sys.exit(1)
+                sums["losses/grad_norm"] = grad_norm
+                optimizer.step()
+                num_steps += 1
+            for key, value in sums.items():
+                update_metrics.setdefault(key, []).append(value)
+
+        # Log: means over all the iteration's episodes, and over all minibatches
+        turns = sum(info["turns"] for info in batch.infos)
+        totals["global_step"] += turns
+        totals["charts/total_tokens"] += int(batch.loss_mask.sum())
+        totals["charts/total_episodes"] += episodes
+        group_returns = batch.rewards.sum(1).view(args.num_groups, args.group_size)
+        trained = raw_advantages[loss_mask > 0] if loss_mask.any() else torch.zeros(1)
+        variance = returns[loss_mask > 0].var(correction=0)  # of the targets; targets - values are the raw advantages
+        seconds = time.time() - iteration_start
+        metrics = {f"charts/{key}": value for key, value in episode_metrics([batch]).items()} | totals
+        metrics |= {key: torch.stack(values).mean().item() for key, values in update_metrics.items()}
+        metrics |= {
+            "charts/frac_zero_std_groups": (group_returns.amax(1) - group_returns.amin(1) < 1e-6).float().mean().item(),
+            "charts/learning_rate": optimizer.param_groups[0]["lr"],
+            "charts/SPS": turns / seconds,
+            "losses/advantage_mean": trained.mean().item(),
+            "losses/advantage_std": trained.std(correction=0).item(),
+            "losses/explained_variance": (1 - trained.var(correction=0) / variance).item() if variance > 0 else 0.0,
+            "time/rollout": rollout_seconds,
+            "time/env": sum(info["env_seconds"] for info in batch.infos),
+            "time/update": time.time() - update_start,
+        }
+        shown = ("charts/success_rate", "charts/episodic_return", "charts/tool_calls", "losses/entropy",
+                 "losses/approx_kl", "charts/frac_zero_std_groups")  # fmt: skip
+        print(f"{iteration}/{args.num_iterations}  "
+              + "  ".join(f"{key.split('/')[1]} {metrics[key]:.3f}" for key in shown)
+              + f"  {seconds:.2f}s, {(args.num_iterations - iteration) * seconds:.0f}s left", flush=True)  # fmt: skip
+        if metrics["charts/truncation_rate"] == 1:
+            print("warning: every episode was cut by the context, nothing can be learned; raise --context-length",
+                  flush=True)  # fmt: skip
+        elif group_returns.amax() - group_returns.amin() < 1e-6:
+            skipped = "" if num_steps else ", no optimizer step was taken"
+            print(f"warning: every episode has the same return: the rewards teach nothing{skipped}", flush=True)
+        if iteration % args.eval_every == 0 or iteration == args.num_iterations:
+            metrics |= run_evaluation()
+        log(iteration, metrics)
+        if iteration % args.save_every == 0 or iteration == args.num_iterations:
+            save(iteration)
+    metrics_file.close()
+    print(f"done in {time.time() - start_time:.0f}s: {run_dir}", flush=True)
+    if tracker:
+        tracker.finish()
+
+
+if __name__ == "__main__":
+    train(tyro.cli(Args))
