@@ -83,7 +83,7 @@ class Args:
     init_from: Optional[Path] = None  # checkpoint to begin with, instead of the warm start
     resume: Optional[Path] = None  # checkpoint of a run to go on with, in that run's folder
     runs_dir: Path = Path("runs")  # folder of the runs
-    micro_batch_size: int = 32  # episodes in a forward pass of the update: speed and memory, not the objective
+    micro_batch_size: int = 16  # episodes in a forward pass of the update: speed and memory, not the objective
     d_model: int = 64  # width of the model
     n_layers: int = 2  # its blocks
     n_heads: int = 4  # its attention heads
@@ -388,8 +388,9 @@ class BugFixEnv:
         admits it knows only after `read`."""
         ops = applicable(f"{self.header}\n{self.body}") if self.known else MENU
         edits = [f"edit {op}" for op in ops if op not in self.tried]
+        pick = lambda actions: actions[rng.integers(len(actions))]  # noqa: E731 rng.choice takes ten times as long
         if rng.random() < 0.1 or not edits:
-            action = rng.choice(["read", "test", "submit"] + [f"edit {op}" for op in MENU])
+            action = pick(["read", "test", "submit"] + [f"edit {op}" for op in MENU])
         elif self.turn == self.max_turns - 1 and rng.random() < 0.5:
             action = "submit"
         elif self.turn == 0 and rng.random() < 0.8:
@@ -401,7 +402,7 @@ class BugFixEnv:
         elif self.last == "test" and self.undo and rng.random() < 0.9:
             action = f"edit {self.undo}"
         else:
-            action = rng.choice(edits)
+            action = pick(edits)
         return f"<call> {action} </call>"
 
 
@@ -506,10 +507,10 @@ class Tokenizer:
         return "".join(self.words[i] for i in ids)
 
 
-def rotate(x, cos, sin):
-    """Rotary position embedding (2104.09864): turns each feature pair of x (B, H, T, D/H) by its position's angle."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+def rotate(x, rotation):
+    """Rotary position embedding (2104.09864): turns each pair of neighbouring features of x (B, T, ..., D/H) by its
+    position's angle, as a product of complex numbers. rotation: (B or 1, T, ..., D/H/2)."""
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * rotation).flatten(-2)
 
 
 class Block(nn.Module):
@@ -527,8 +528,9 @@ class Block(nn.Module):
 
     def forward(self, x, rotation, cache, slots, mask):
         B, T, D = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
-        q, k = rotate(q, *rotation), rotate(k, *rotation)
+        qkv = self.qkv(self.norm1(x)).view(B, T, 3, self.n_heads, -1)
+        q, k = rotate(qkv[:, :, :2], rotation).permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
+        v = qkv[:, :, 2].transpose(1, 2)
         if cache is not None:
             rows = torch.arange(B, device=x.device)[:, None]
             cache[0][rows, :, slots], cache[1][rows, :, slots] = k.transpose(1, 2), v.transpose(1, 2)
@@ -563,8 +565,8 @@ class TinyAgent(nn.Module):
             slots = torch.arange(tokens.shape[1], device=tokens.device)[None]  # (1, T)
         else:
             mask = (torch.arange(cache.shape[-2], device=tokens.device) <= slots[..., None])[:, None]  # (B, 1, T, S)
-        angles = (slots[..., None] * self.frequencies)[:, None]  # (B or 1, 1, T, D/H/2)
-        rotation, x = (angles.cos(), angles.sin()), self.embed(tokens)  # (B, T, D)
+        angles = (slots[..., None] * self.frequencies)[:, :, None, None]  # (B or 1, T, 1, 1, D/H/2)
+        rotation, x = torch.polar(torch.ones_like(angles), angles), self.embed(tokens)  # x (B, T, D)
         for i, block in enumerate(self.blocks):
             x = block(x, rotation, None if cache is None else cache[i], slots, mask)
         hidden = self.norm(x)
@@ -592,21 +594,26 @@ def sample_tokens(logits, uniforms, temperature):
 def sample_turn(model, cache, starts, pending, uniforms, *, budgets, stop_id, temperature):
     """Absorbs each row's pending ids in one pass, then samples its message until it closes or its budget is spent.
 
-    starts (N,): cached tokens per row; pending: N lists of ids not yet in the cache; uniforms (N, longest budget);
-    budgets (N,): tokens that each message may have; stop_id closes a message (None: only the budget does).
+    starts (N,): cached tokens per row; pending: N lists of ids not yet in the cache, best sorted by length, since they
+    are padded in parts of 64 rows; uniforms (N, longest budget); budgets (N,): tokens that each message may have;
+    stop_id closes a message (None: only the budget does).
     Returns messages (N lists of ids), their log-probabilities, and those of each pending id but the first. The last
     sampled id is not in the cache: it has to be the first of the next pending ids.
     """
     device, N = starts.device, len(pending)
     lengths = torch.tensor([len(ids) for ids in pending], device=device)
-    chunk = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in pending], batch_first=True).to(device)  # (N, C)
-    columns = torch.arange(chunk.shape[1], device=device)
     trash = cache.shape[-2] - 1  # padding and closed rows write here, so they never touch a slot that will be read
-    slots = torch.where(columns < lengths[:, None], starts[:, None] + columns, trash)
-    logits = model(chunk, cache, slots)  # (N, C, V)
-    observed = F.log_softmax(logits[:, :-1] / (temperature or 1.0), dim=-1).gather(2, chunk[:, 1:, None])[..., 0]
-    logits = logits[torch.arange(N, device=device), lengths - 1]
-    ids, logprobs, is_open = [], [], []
+    last_logits, observed = [], []
+    for part in (slice(n, n + 64) for n in range(0, N, 64)):
+        rows = [torch.tensor(ids) for ids in pending[part]]
+        chunk = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)  # (n, C)
+        columns = torch.arange(chunk.shape[1], device=device)
+        slots = torch.where(columns < lengths[part, None], starts[part, None] + columns, trash)
+        logits = model(chunk, cache[:, :, part], slots)  # (n, C, V)
+        logprobs = F.log_softmax(logits[:, :-1] / (temperature or 1.0), dim=-1).gather(2, chunk[:, 1:, None])[..., 0]
+        observed += logprobs.tolist()
+        last_logits.append(logits[torch.arange(len(rows), device=device), lengths[part] - 1])
+    logits, ids, logprobs, is_open = torch.cat(last_logits), [], [], []  # logits (N, V)
     open_rows = budgets > 0
     for step in range(uniforms.shape[1]):
         token, logprob = sample_tokens(logits, uniforms[:, step], temperature)
@@ -619,7 +626,7 @@ def sample_turn(model, cache, starts, pending, uniforms, *, budgets, stop_id, te
         slots = torch.where(open_rows, starts + lengths + step, trash)[:, None]
         logits = model(token[:, None], cache, slots)[:, 0]
     counts = torch.stack(is_open, 1).sum(1).tolist()
-    ids, logprobs, observed = torch.stack(ids, 1).tolist(), torch.stack(logprobs, 1).tolist(), observed.tolist()
+    ids, logprobs = torch.stack(ids, 1).tolist(), torch.stack(logprobs, 1).tolist()
     return (
         [row[:n] for row, n in zip(ids, counts)],
         [row[:n] for row, n in zip(logprobs, counts)],
@@ -722,6 +729,7 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
             logprobs[b] += [0.0] * len(answer)
             turn_ids[b] += [turn] * len(answer)
             kept.append(n)
+        kept.sort(key=lambda n: len(pending[live[n]]))  # sample_turn pads them in parts
         live = [live[n] for n in kept]
         if not live:
             break
@@ -778,7 +786,7 @@ def explorer_episodes(tokenizer, env_class, env_options, *, seed, step, num_epis
             for text, kind in ((action, 1), (observation, 2 + env_class.tools.index(info["tool"]))):
                 ids += tokenizer.encode(text)
                 kinds += [kind] * (len(ids) - len(kinds))
-        rows.append(torch.tensor(ids)), row_kinds.append(torch.tensor(kinds))
+        rows.append(torch.from_numpy(np.array(ids))), row_kinds.append(torch.from_numpy(np.array(kinds)))
     return nn.utils.rnn.pad_sequence(rows, batch_first=True), nn.utils.rnn.pad_sequence(row_kinds, batch_first=True)
 
 
@@ -790,22 +798,24 @@ def warm_start(model, tokenizer, env_class, env_options, *, seed, steps, batch_s
     edit. Returns metrics: episodes, tokens, seconds, and the loss on each kind of token in the last tenth of the steps.
     """
     start, num_tokens, losses = time.time(), 0, {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, (step + 1) / 50, 2 * (1 - step / steps))
         episodes = explorer_episodes(tokenizer, env_class, env_options, seed=seed, step=step, num_episodes=batch_size)
         tokens, kinds = (x.to(device) for x in episodes)
-        logits = model(tokens[:, :-1])
-        nll = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view_as(kinds[:, 1:])
-        target = (kinds[:, 1:] > 0) if observations else (kinds[:, 1:] == 1)
+        is_target = (kinds > 0) if observations else (kinds == 1)
         optimizer.zero_grad()
-        (nll * target).sum().div(target.sum()).backward()
+        for rows in (kinds > 0).sum(1).argsort().split(8):  # episodes of similar length: less padding, same gradient
+            b, t = (kinds[rows] > 0).nonzero(as_tuple=True)
+            hidden = model(tokens[rows, : t.max()], return_hidden=True)
+            nll = F.cross_entropy(model.head(hidden[b, t - 1]), tokens[rows[b], t], reduction="none")
+            (nll * is_target[rows[b], t]).sum().div(is_target.sum()).backward()
+            if step >= int(0.9 * steps):
+                for kind, name in enumerate(("policy", *env_class.tools), 1):
+                    losses.setdefault(name, []).append(nll[kinds[rows[b], t] == kind].detach())
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         num_tokens += int((kinds > 0).sum())
-        if step >= int(0.9 * steps):
-            for kind, name in enumerate(("policy", *env_class.tools), 1):
-                losses.setdefault(name, []).append(nll[kinds[:, 1:] == kind].detach())
     metrics = {"warm_start/episodes": steps * batch_size, "warm_start/tokens": num_tokens,
                "warm_start/seconds": time.time() - start}  # fmt: skip
     return metrics | {f"warm_start/loss_{name}": torch.cat(values).mean().item() for name, values in losses.items()}
@@ -1090,7 +1100,7 @@ def train(args):
     value_head = nn.Linear(args.d_model, 1).to(device)  # V of the state after a token, from the model's hidden state
     nn.init.zeros_(value_head.weight), nn.init.zeros_(value_head.bias)
     parameters = [*model.parameters(), *value_head.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=0.0, fused=True)
 
     # A run is a folder: args.json, metrics.jsonl, checkpoint.pt
     plain_args = json.loads(json.dumps(vars(args), default=str))
