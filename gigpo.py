@@ -42,6 +42,7 @@ from typing import Literal, NamedTuple, Optional
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
@@ -1065,16 +1066,37 @@ def save_checkpoint(path, **state):
 
 
 def start_tracking(args, name):
-    """A Weights & Biases run, offline where there is no key, or None: its failures do not stop the training."""
-    try:
-        import wandb
+    """A Weights & Biases run, offline where there is no key."""
+    import wandb
 
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
-        settings = wandb.Settings(init_timeout=15, silent=True)
-        return wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=name, mode=mode,
-                          config=json.loads(json.dumps(vars(args), default=str)), settings=settings)  # fmt: skip
-    except Exception as error:  # whatever a tracker raises, it must not cost a run
-        print(f"warning: --track: {type(error).__name__}: {error}".splitlines()[0] + "; metrics stay local")
+    mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+    settings = wandb.Settings(init_timeout=15, silent=True)
+    return wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=name, mode=mode,
+                      config=json.loads(json.dumps(vars(args), default=str)), settings=settings)  # fmt: skip
+
+
+def survive(call, *args, **kwargs):
+    """Result of a call into the tracker, or None and a warning: whatever it raises must not cost a run."""
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:
+        print(f"warning: --track: {type(error).__name__}: {error}".splitlines()[0] + "; metrics stay local", flush=True)
+
+
+def gather(batch, device):
+    """The episodes of all processes as one Batch on each of them, in the order of their ranks."""
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, [x.cpu() if torch.is_tensor(x) else x for x in batch])
+
+    def join(name, values):
+        rows = [row for part in values for row in part]
+        if not torch.is_tensor(values[0]):
+            return rows
+        if values[0].dim() == 1:
+            return torch.cat(values).to(device)
+        return nn.utils.rnn.pad_sequence(rows, True, -1 if name == "turn_ids" else 0).to(device)
+
+    return Batch(*map(join, Batch._fields, zip(*parts)))
 
 
 def train(args):
@@ -1091,6 +1113,16 @@ def train(args):
         torch.use_deterministic_algorithms(True)
     start_time = time.time()
     device = torch.device("cuda" if args.cuda else "cpu")
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+    if args.num_groups % world_size or episodes < world_size * getattr(args, "num_minibatches", 1):
+        refuse(f"--num-groups {args.num_groups} cannot be shared by {world_size} processes; "
+               f"try --num-groups {8 * world_size}")  # fmt: skip
+    if world_size > 1:
+        if args.cuda:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if args.cuda else "gloo")
+    if rank > 0:  # every process computes all that is not shared out; the first one reports it
+        sys.stdout = open(os.devnull, "w")
     env_class = ENVS[args.env_id]
     max_turns = args.max_turns or env_class.default_turns(args.num_bugs)
     env_options = dict(
@@ -1104,7 +1136,8 @@ def train(args):
     torch.manual_seed(args.seed)
     sizes = dict(d_model=args.d_model, n_layers=args.n_layers, n_heads=args.n_heads)
     model = TinyAgent(len(tokenizer.words), **sizes).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=0.0, fused=True)
 
     # A run is a folder: args.json, metrics.jsonl, checkpoint.pt
     plain_args = json.loads(json.dumps(vars(args), default=str))
@@ -1124,25 +1157,27 @@ def train(args):
         iteration, totals = checkpoint["iteration"], checkpoint["totals"]
         if not (run_dir / "metrics.jsonl").exists():
             refuse(f"--resume {args.resume}: no metrics.jsonl beside it; resume a checkpoint in its run's own folder")
-        lines = [line for line in (run_dir / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
-        kept = [line + "\n" for line in lines if json.loads(line)["iteration"] <= iteration]
-        (run_dir / "metrics.jsonl").write_text("".join(kept))
+        if rank == 0:
+            lines = [line for line in (run_dir / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+            kept = [line + "\n" for line in lines if json.loads(line)["iteration"] <= iteration]
+            (run_dir / "metrics.jsonl").write_text("".join(kept))
     else:
         run_dir = args.runs_dir / f"{Path(__file__).stem}__{args.env_id}__{args.seed}__{int(time.time())}_{os.getpid()}"
         start = load_checkpoint(args.init_from, "--init-from") if args.init_from else None
         try:
             if start:
                 model.load_state_dict(start["model"])
-            run_dir.mkdir(parents=True)
-            (run_dir / "args.json").write_text(json.dumps(plain_args, indent=2))
+            if rank == 0:
+                run_dir.mkdir(parents=True)
+                (run_dir / "args.json").write_text(json.dumps(plain_args, indent=2))
         except (KeyError, TypeError, RuntimeError):
             refuse(f"--init-from {args.init_from}: its model does not fit --env-id {args.env_id} "
                    "and the flags of the model's size")  # fmt: skip
         except OSError as error:
             refuse(f"--runs-dir {args.runs_dir}: {error.strerror}; "
                    "give a folder that can be written, e.g. --runs-dir /tmp/runs")  # fmt: skip
-    metrics_file = open(run_dir / "metrics.jsonl", "a")
-    tracker = start_tracking(args, run_dir.name) if args.track else None
+    metrics_file = open(run_dir / "metrics.jsonl" if rank == 0 else os.devnull, "a")
+    tracker = survive(start_tracking, args, run_dir.name) if args.track and rank == 0 else None
     num_parameters = sum(p.numel() for p in model.parameters())
     print(f"{run_dir} on {device}: {num_parameters:,} parameters, context {context_length}", flush=True)
 
@@ -1153,9 +1188,11 @@ def train(args):
         metrics_file.write(json.dumps({"iteration": iteration} | metrics) + "\n")
         metrics_file.flush()
         if tracker:
-            tracker.log(metrics, step=iteration)
+            survive(tracker.log, metrics, step=iteration)
 
     def save(iteration):
+        if rank > 0:
+            return
         save_checkpoint(run_dir / "checkpoint.pt", model=model.state_dict(), args=plain_args, iteration=iteration,
                         optimizer=optimizer.state_dict(), reference=reference.state_dict(), totals=totals)  # fmt: skip
 
@@ -1178,6 +1215,9 @@ def train(args):
                                    context_length=context_length)  # fmt: skip
         report("start", described)
         log(0, metrics | described | run_evaluation())
+    if world_size > 1:
+        for p in parameters:  # one start for all processes, whatever their rounding
+            dist.broadcast(p.data, 0)
     reference = deepcopy(model).requires_grad_(False)  # pi_ref of the KL penalty: the starting policy
     if checkpoint is None:
         save(0)
@@ -1189,15 +1229,18 @@ def train(args):
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
         kl_coef = args.kl_coef * (1 - (iteration - 1) / args.num_iterations if args.anneal_kl else 1)
 
-        # Rollout: group_size episodes on each of num_groups tasks
+        # Rollout: group_size episodes on each of num_groups tasks, each process its share of the groups
         tool_cost = env_options["tool_cost"] * min(1.0, iteration / max(1, args.tool_cost_warmup))
         indices = np.random.default_rng([args.seed, iteration]).integers(2**31, size=args.num_groups)
-        tasks = [env_class.task("train", int(i), args.num_bugs) for i in indices for _ in range(args.group_size)]
+        share = args.num_groups // world_size
+        group_ids = torch.arange(rank * share, (rank + 1) * share).repeat_interleave(args.group_size)
+        tasks = [env_class.task("train", int(indices[group]), args.num_bugs) for group in group_ids]
         envs = [env_class(**env_options | {"tool_cost": tool_cost}) for _ in tasks]
-        group_ids = torch.arange(args.num_groups).repeat_interleave(args.group_size)
-        uniforms = draw_uniforms(args.seed, iteration, episodes, token_budget)
+        uniforms = draw_uniforms(args.seed, iteration, episodes, token_budget)[rank * len(tasks) :][: len(tasks)]
         batch = rollout(model, tokenizer, envs, tasks, group_ids, uniforms, temperature=args.temperature,
                         context_length=context_length)  # fmt: skip
+        if world_size > 1:
+            batch = gather(batch, device)
         rollout_seconds = time.time() - iteration_start
 
         # Which tokens are trained: the sampled ones; with --no-mask-observations what the tools wrote too
@@ -1227,7 +1270,8 @@ def train(args):
             token_count = loss_mask[mb_inds].sum().clamp(min=1)
             sums = {"losses/grad_norm": torch.zeros((), device=device)}
             optimizer.zero_grad()
-            for micro in (batch.lengths[mb_inds] + 10**6 * has_signal[mb_inds]).argsort().split(args.micro_batch_size):
+            order = (batch.lengths[mb_inds] + 10**6 * has_signal[mb_inds]).argsort()[rank::world_size]
+            for micro in order.split(args.micro_batch_size):
                 inds = mb_inds[micro]
                 length = batch.lengths[inds].max()
                 tokens, mask = batch.tokens[inds, :length], loss_mask[inds, :length]
@@ -1246,8 +1290,13 @@ def train(args):
                     loss.backward()
                 for key, value in micro_sums.items():
                     sums[key] = sums.get(key, 0.0) + (value if key == "losses/policy_loss" else value / token_count)
+            if world_size > 1:  # the sum over processes is what one process computes
+                for p in parameters:
+                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                for tensor in (*(p.grad for p in parameters), *sums.values()):
+                    dist.all_reduce(tensor)
             if has_signal[mb_inds].any():  # without any signal Adam's momentum alone would move the weights
-                grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+                grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 if not grad_norm.isfinite():
                     print(f"error: gradient norm {grad_norm.item()} in iteration {iteration}; the last metrics are in "
                           f"{run_dir}/metrics.jsonl, the last checkpoint, which is finite, in {run_dir}/checkpoint.pt",
@@ -1302,7 +1351,9 @@ def train(args):
     metrics_file.close()
     print(f"done in {time.time() - start_time:.0f}s: {run_dir}", flush=True)
     if tracker:
-        tracker.finish()
+        survive(tracker.finish)
+    if world_size > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
