@@ -1231,7 +1231,7 @@ def train(args):
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
         kl_coef = args.kl_coef * (1 - (iteration - 1) / args.num_iterations if args.anneal_kl else 1)
 
-        # Rollout: group_size episodes on each of num_groups tasks, each process its share of the groups
+        # (1) Rollout: group_size episodes on each of num_groups tasks, each process its share of the groups
         tool_cost = env_options["tool_cost"] * min(1.0, iteration / max(1, args.tool_cost_warmup))
         indices = np.random.default_rng([args.seed, iteration]).integers(2**31, size=args.num_groups)
         share = args.num_groups // world_size
@@ -1245,11 +1245,13 @@ def train(args):
             batch = gather(batch, device)
         rollout_seconds = time.time() - iteration_start
 
-        # Which tokens are trained: the sampled ones; with --no-mask-observations what the tools wrote too
+        # (2) Mask: which tokens are trained, the sampled ones; with --no-mask-observations what the tools wrote too
         loss_mask = batch.loss_mask if args.mask_observations else (batch.turn_ids >= 0).float()
         if args.filter_truncated:
             cut = torch.tensor([i["truncated"] or i["end"] == "turn_limit" for i in batch.infos], device=device)
             loss_mask = loss_mask * ~cut[:, None]
+
+        # (3) Advantages, from the critic's values of the states as they were acted in
         update_start = time.time()
         with torch.no_grad():
             hidden = torch.cat([model(rows, return_hidden=True) for rows in batch.tokens.split(args.micro_batch_size)])
@@ -1261,7 +1263,7 @@ def train(args):
         )  # fmt: skip
         advantages = whiten(raw_advantages, loss_mask) if args.norm_adv else raw_advantages
 
-        # Update: rows without a trained token have no gradient; sorted apart, they take the forward pass only
+        # (4) Update: rows without a trained token have no gradient; sorted apart, they take the forward pass only
         update_metrics, num_steps = {}, 0
         has_signal = loss_mask.any(1)
         minibatches = []
@@ -1314,7 +1316,7 @@ def train(args):
             for key, value in sums.items():
                 update_metrics.setdefault(key, []).append(value)
 
-        # Log: means over all the iteration's episodes, and over all minibatches
+        # (5) Log: means over all the iteration's episodes, and over all minibatches
         turns = sum(info["turns"] for info in batch.infos)
         totals["global_step"] += turns
         totals["charts/total_tokens"] += int(batch.loss_mask.sum())

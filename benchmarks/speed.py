@@ -1,0 +1,179 @@
+"""How fast grpo.py is on this machine: its own rollout and update, measured inside its own training loop.
+
+    python benchmarks/speed.py                      # the default run's shape
+    python benchmarks/speed.py --batch 4            # four times the episodes
+    python benchmarks/speed.py --model 4            # about four times the parameters (twice the width)
+    python benchmarks/speed.py --context 4          # four times the turns, all of them played
+    python benchmarks/speed.py --shape peers        # 128 episodes of 4 turns: prompt 20, 5 sampled and 35 observed tokens
+    python benchmarks/speed.py --env-id number --groups 16    # hidden number, 128 episodes, one update
+
+Prints medians over the iterations, minimum and maximum beside them. The machine's own fp32 matrix rate is measured between
+the iterations, at 1024 cubed and at the model's shapes: compare machines by the ratio to it, not by seconds. Arithmetic is
+counted as two operations a weight and token, three times that with the backward pass, plus attention; padding does not
+count. Let nothing else run: a second process on the same cores slows two threads by far more than half.
+"""
+
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import grpo  # noqa: E402
+
+
+@dataclass
+class Args:
+    cuda: bool = False  # measure the GPU
+    env_id: Literal["bugfix", "number"] = "bugfix"  # environment
+    shape: Literal["env", "peers"] = "env"  # the environment's own episodes, or synthetic ones of a fixed shape
+    groups: int = 32  # groups of 8 episodes before --batch multiplies them
+    batch: int = 1  # times as many groups
+    context: int = 1  # times as many turns
+    model: int = 1  # times as many parameters, about: the width grows by the root
+    iterations: int = 10  # iterations to measure, after two that are not
+    minibatches: int = 4  # optimizer steps an iteration
+
+
+class PeersEnv(grpo.NumberEnv):
+    """Episodes of a fixed shape: a prompt of 20 tokens, turns of 5 sampled and 35 observed tokens."""
+
+    turn_tokens, max_prompt, max_observation, malformed = 5, 20, 35, "error"
+    default_turns = staticmethod(lambda num_bugs: 4)
+
+    def reset(self, task):
+        self.turn, self.anchor = 0, 0
+        return "<bos>" + " ?" * 19, {}
+
+    def step(self, action):
+        self.turn += 1
+        done = self.turn == self.max_turns
+        info = {"tool": "call", "error": False} | ({"end": "turn_limit", "success": False, "hacked": False} if done else {})
+        return " higher" * 35, float(" 3" in action), done, False, info
+
+    def explore(self, rng):
+        return " call 1 2 3 4"
+
+
+class LongEnv(grpo.BugFixEnv):
+    """BugFix whose `submit` is an unknown tool: every episode plays all its turns."""
+
+    def step(self, action):
+        return super().step(action.replace("submit", "read read"))
+
+
+def matrix_rate(device, m, k, n):
+    """fp32 operations a second of an (m, k) by (k, n) product, the best of a few."""
+    a, b = torch.randn(m, k, device=device), torch.randn(k, n, device=device)
+    best = 0.0
+    for _ in range(8):
+        start = now(device)
+        for _ in range(repeats := max(1, 2**27 // (m * k * n))):
+            a @ b
+        best = max(best, 2 * m * k * n * repeats / (now(device) - start))
+    return best
+
+
+def now(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def main(args):
+    device = "cuda" if args.cuda else "cpu"
+    if args.cuda and not torch.cuda.is_available():
+        sys.exit("error: --cuda: this machine has no usable GPU; run without --cuda")
+    if args.shape == "peers":
+        grpo.ENVS[args.env_id] = PeersEnv
+    elif args.context > 1:
+        grpo.ENVS["bugfix"] = LongEnv
+    env_class, seen, rates = grpo.ENVS[args.env_id], [], {"1024 cubed": [], "model": []}
+    d_model = 64 * max(1, round(args.model**0.5))
+    rollout, forward, sample_tokens, score = grpo.rollout, grpo.TinyAgent.forward, grpo.sample_tokens, grpo.score
+
+    def timed(function):
+        def wrapper(*inputs, **options):
+            start = now(device)
+            result = function(*inputs, **options)
+            if seen and seen[-1]["open"]:
+                seen[-1]["tensors"] += now(device) - start
+            return result
+
+        return wrapper
+
+    def spy_rollout(model, *inputs, **options):
+        seen.append({"open": True, "tensors": 0.0, "padded": 0, "faults": resource.getrusage(resource.RUSAGE_SELF).ru_minflt})
+        start = now(device)
+        batch = rollout(model, *inputs, **options)
+        seen[-1] |= {"open": False, "rollout": now(device) - start, "episodes": len(batch.tokens),
+                     "sampled": int(batch.loss_mask.sum()), "lengths": batch.lengths.tolist(),
+                     "env": sum(info["env_seconds"] for info in batch.infos)}  # fmt: skip
+        rates["1024 cubed"].append(matrix_rate(device, 1024, 1024, 1024))
+        rates["model"].append(matrix_rate(device, 2048, d_model, 4 * d_model))
+        return batch
+
+    def spy_score(model, tokens, *inputs):
+        if torch.is_grad_enabled():
+            seen[-1]["padded"] += tokens.numel()
+        return score(model, tokens, *inputs)
+
+    grpo.rollout, grpo.score = spy_rollout, spy_score
+    grpo.TinyAgent.forward, grpo.sample_tokens = timed(forward), timed(sample_tokens)
+    turns = env_class.default_turns(1) * args.context
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(open(os.devnull, "w")):
+        options = dict(cuda=args.cuda, env_id=args.env_id, num_groups=args.groups * args.batch, max_turns=turns,
+                       num_minibatches=args.minibatches, d_model=d_model, learning_rate=1e-6, kl_coef=0.1, anneal_kl=False,
+                       num_iterations=args.iterations + 2, eval_every=10**6, eval_tasks=8, runs_dir=Path(folder),
+                       warm_start_steps=150 if args.shape == "env" else 1)  # fmt: skip
+        grpo.train(grpo.Args(**options))
+        (metrics,) = Path(folder).glob("*/metrics.jsonl")
+        updates = [json.loads(line) for line in metrics.read_text().splitlines()][3:]
+    seen = [record for record in seen if "lengths" in record and record["padded"]][2:]  # evaluations do not train
+    model = grpo.TinyAgent(len(grpo.Tokenizer(env_class.vocabulary()).words), d_model=d_model)
+    weights = sum(p.numel() for block in model.blocks for p in block.parameters())
+    head = model.head.weight.numel()
+
+    def show(name, values, unit):
+        print(f"{name:<52} {statistics.median(values):>12,.4g} {unit}  [{min(values):,.4g} - {max(values):,.4g}]")
+
+    def operations(record):  # of one forward pass over the episodes' tokens
+        attention = sum(2 * length * (length + 1) for length in record["lengths"]) * d_model * len(model.blocks)
+        return 2 * weights * sum(record["lengths"]) + attention + 2 * head * record["sampled"]
+
+    rate = statistics.median(rates["model"])
+    print(f"{torch.cuda.get_device_name() if args.cuda else f'{torch.get_num_threads()} CPU threads'}, torch {torch.__version__}, "
+          f"{weights + head:,} weights, {seen[0]['episodes']} episodes of {statistics.mean(seen[0]['lengths']):.0f} tokens")
+    show("matrix rate, 1024 cubed", [r / 1e9 for r in rates["1024 cubed"]], "GFLOP/s")
+    show(f"matrix rate, 2048 x {d_model} x {4 * d_model}", [r / 1e9 for r in rates["model"]], "GFLOP/s")
+    show("rollout, episodes a second", [r["episodes"] / r["rollout"] for r in seen], "")
+    show("rollout, sampled tokens a second", [r["sampled"] / r["rollout"] for r in seen], "")
+    show("rollout, share of the matrix rate", [operations(r) / r["rollout"] / rate for r in seen], "")
+    show("rollout, share of environment", [r["env"] / r["rollout"] for r in seen], "")
+    show("rollout, share of environment and Python", [1 - r["tensors"] / r["rollout"] for r in seen], "")
+    pairs = list(zip(seen, updates))
+    show("update, real tokens a second", [sum(r["lengths"]) / u["time/update"] for r, u in pairs], "")
+    show("update, padding per real token", [r["padded"] / sum(r["lengths"]) - 1 for r in seen], "")
+    show("update with reference, share of the matrix rate",
+         [4 * operations(r) / u["time/update"] / rate for r, u in pairs], "")  # fmt: skip
+    show("rollout and update, episodes a second",
+         [r["episodes"] / (u["time/rollout"] + u["time/update"]) for r, u in pairs], "")  # fmt: skip
+    faults = [b["faults"] - a["faults"] for a, b in zip(seen, seen[1:])]
+    show("page faults an iteration", faults, "")
+    peak = torch.cuda.max_memory_allocated() / 2**20 if args.cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"{'peak memory':<52} {peak:>12,.0f} MiB")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
