@@ -818,7 +818,8 @@ def warm_start(model, tokenizer, env_class, env_options, *, seed, steps, batch_s
         num_tokens += int((kinds > 0).sum())
     metrics = {"warm_start/episodes": steps * batch_size, "warm_start/tokens": num_tokens,
                "warm_start/seconds": time.time() - start}  # fmt: skip
-    return metrics | {f"warm_start/loss_{name}": torch.cat(values).mean().item() for name, values in losses.items()}
+    losses = {name: torch.cat(values) for name, values in losses.items()}  # a rare tool may not have been called
+    return metrics | {f"warm_start/loss_{name}": nll.mean().item() for name, nll in losses.items() if len(nll)}
 
 
 # ---- 6. Advantages -------------------------------------------------------------------------------------------------
@@ -1024,7 +1025,8 @@ def refuse(message):
 def check_args(args):
     """Refuses flags that cannot work, naming them and a value that does."""
     may_be_zero = ("seed", "num_iterations", "warm_start_steps", "ent_coef", "kl_coef", "tool_cost", "tool_cost_warmup",
-                   "process_reward", "gamma", "step_gamma", "gae_lambda", "step_adv_coef", "vf_coef")  # fmt: skip
+                   "process_reward", "gamma", "step_gamma", "gae_lambda", "step_adv_coef", "vf_coef",
+                   "critic_warmup_steps")  # fmt: skip
     for name, value in vars(args).items():
         flag = f"--{name.replace('_', '-')} {value}"
         if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -819,7 +819,8 @@ def warm_start(model, tokenizer, env_class, env_options, *, seed, steps, batch_s
         num_tokens += int((kinds > 0).sum())
     metrics = {"warm_start/episodes": steps * batch_size, "warm_start/tokens": num_tokens,
                "warm_start/seconds": time.time() - start}  # fmt: skip
-    return metrics | {f"warm_start/loss_{name}": torch.cat(values).mean().item() for name, values in losses.items()}
+    losses = {name: torch.cat(values) for name, values in losses.items()}  # a rare tool may not have been called
+    return metrics | {f"warm_start/loss_{name}": nll.mean().item() for name, nll in losses.items() if len(nll)}
 
 
 # ---- 6. Advantages -------------------------------------------------------------------------------------------------
@@ -916,7 +917,7 @@ def warm_up_critic(model, value_head, batches, *, steps, gamma, turn_unit):
     features, targets, losses = torch.cat(features), torch.cat(targets), [torch.zeros(())]
     optimizer = torch.optim.AdamW(value_head.parameters(), lr=1e-2, weight_decay=0.0)
     for step in range(steps):
-        losses.append(0.5 * F.mse_loss(value_head(features)[:, 0], targets))
+        losses.append(0.5 * ((value_head(features)[:, 0] - targets) ** 2).sum() / max(1, len(targets)))
         optimizer.zero_grad()
         losses[-1].backward()
         optimizer.step()
@@ -1019,7 +1020,8 @@ def refuse(message):
 def check_args(args):
     """Refuses flags that cannot work, naming them and a value that does."""
     may_be_zero = ("seed", "num_iterations", "warm_start_steps", "ent_coef", "kl_coef", "tool_cost", "tool_cost_warmup",
-                   "process_reward", "gamma", "step_gamma", "gae_lambda", "step_adv_coef", "vf_coef")  # fmt: skip
+                   "process_reward", "gamma", "step_gamma", "gae_lambda", "step_adv_coef", "vf_coef",
+                   "critic_warmup_steps")  # fmt: skip
     for name, value in vars(args).items():
         flag = f"--{name.replace('_', '-')} {value}"
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -1323,7 +1325,7 @@ def train(args):
         totals["charts/total_episodes"] += episodes
         group_returns = batch.rewards.sum(1).view(args.num_groups, args.group_size)
         trained = raw_advantages[loss_mask > 0] if loss_mask.any() else torch.zeros(1)
-        variance = returns[loss_mask > 0].var(correction=0)  # of the targets; targets - values are the raw advantages
+        variance = returns[loss_mask > 0].var(correction=0) if loss_mask.any() else 0.0  # targets - values = trained
         seconds = time.time() - iteration_start
         metrics = {f"charts/{key}": value for key, value in episode_metrics([batch]).items()} | totals
         metrics |= {key: torch.stack(values).mean().item() for key, values in update_metrics.items()}

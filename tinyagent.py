@@ -231,7 +231,8 @@ def warm_start(model, tokenizer, env_class, env_options, *, seed, steps, batch_s
         num_tokens += int((kinds > 0).sum())
     metrics = {"warm_start/episodes": steps * batch_size, "warm_start/tokens": num_tokens,
                "warm_start/seconds": time.time() - start}  # fmt: skip
-    return metrics | {f"warm_start/loss_{name}": torch.cat(values).mean().item() for name, values in losses.items()}
+    losses = {name: torch.cat(values) for name, values in losses.items()}  # a rare tool may not have been called
+    return metrics | {f"warm_start/loss_{name}": nll.mean().item() for name, nll in losses.items() if len(nll)}
 
 
 # ---- Imitation and a sampled episode -------------------------------------------------------------------------------

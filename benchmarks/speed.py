@@ -4,13 +4,13 @@
     python benchmarks/speed.py --batch 4            # four times the episodes
     python benchmarks/speed.py --model 4            # about four times the parameters (twice the width)
     python benchmarks/speed.py --context 4          # four times the turns, all of them played
-    python benchmarks/speed.py --shape peers        # 128 episodes of 4 turns: prompt 20, 5 sampled and 35 observed tokens
-    python benchmarks/speed.py --env-id number --groups 16    # hidden number, 128 episodes, one update
+    python benchmarks/speed.py --shape peers --env-id number --groups 16    # turns of 5 sampled and 35 observed tokens
+    python benchmarks/speed.py --env-id number --groups 16 --minibatches 1  # hidden number, 128 episodes, one update
 
-Prints medians over the iterations, minimum and maximum beside them. The machine's own fp32 matrix rate is measured between
-the iterations, at 1024 cubed and at the model's shapes: compare machines by the ratio to it, not by seconds. Arithmetic is
-counted as two operations a weight and token, three times that with the backward pass, plus attention; padding does not
-count. Let nothing else run: a second process on the same cores slows two threads by far more than half.
+Prints medians over the iterations, minimum and maximum beside them. The machine's own fp32 matrix rate is measured
+between the iterations, at 1024 cubed and at the model's shapes: compare machines by the ratio to it, not by seconds.
+Arithmetic is counted as two operations a weight and token, three times that with the backward pass, plus attention;
+padding does not count. Let nothing else run: a second process on the same cores slows two threads by far more than half.
 """
 
 import json
@@ -59,7 +59,7 @@ class PeersEnv(grpo.NumberEnv):
     def step(self, action):
         self.turn += 1
         done = self.turn == self.max_turns
-        info = {"tool": "call", "error": False} | ({"end": "turn_limit", "success": False, "hacked": False} if done else {})
+        info = {"tool": "call", "error": False, "end": "turn_limit", "success": False, "hacked": False}
         return " higher" * 35, float(" 3" in action), done, False, info
 
     def explore(self, rng):
@@ -114,7 +114,8 @@ def main(args):
         return wrapper
 
     def spy_rollout(model, *inputs, **options):
-        seen.append({"open": True, "tensors": 0.0, "padded": 0, "faults": resource.getrusage(resource.RUSAGE_SELF).ru_minflt})
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        seen.append({"open": True, "tensors": 0.0, "padded": 0, "faults": faults})
         start = now(device)
         batch = rollout(model, *inputs, **options)
         seen[-1] |= {"open": False, "rollout": now(device) - start, "episodes": len(batch.tokens),
@@ -134,7 +135,7 @@ def main(args):
     turns = env_class.default_turns(1) * args.context
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(open(os.devnull, "w")):
         options = dict(cuda=args.cuda, env_id=args.env_id, num_groups=args.groups * args.batch, max_turns=turns,
-                       num_minibatches=args.minibatches, d_model=d_model, learning_rate=1e-6, kl_coef=0.1, anneal_kl=False,
+                       num_minibatches=args.minibatches, d_model=d_model, learning_rate=1e-6, kl_coef=0.1,
                        num_iterations=args.iterations + 2, eval_every=10**6, eval_tasks=8, runs_dir=Path(folder),
                        warm_start_steps=150 if args.shape == "env" else 1)  # fmt: skip
         grpo.train(grpo.Args(**options))
@@ -153,8 +154,9 @@ def main(args):
         return 2 * weights * sum(record["lengths"]) + attention + 2 * head * record["sampled"]
 
     rate = statistics.median(rates["model"])
-    print(f"{torch.cuda.get_device_name() if args.cuda else f'{torch.get_num_threads()} CPU threads'}, torch {torch.__version__}, "
-          f"{weights + head:,} weights, {seen[0]['episodes']} episodes of {statistics.mean(seen[0]['lengths']):.0f} tokens")
+    hardware = torch.cuda.get_device_name() if args.cuda else f"{torch.get_num_threads()} CPU threads"
+    print(f"{hardware}, torch {torch.__version__}, {weights + head:,} weights, {seen[0]['episodes']} episodes of "
+          f"{statistics.mean(seen[0]['lengths']):.0f} tokens")  # fmt: skip
     show("matrix rate, 1024 cubed", [r / 1e9 for r in rates["1024 cubed"]], "GFLOP/s")
     show(f"matrix rate, 2048 x {d_model} x {4 * d_model}", [r / 1e9 for r in rates["model"]], "GFLOP/s")
     show("rollout, episodes a second", [r["episodes"] / r["rollout"] for r in seen], "")
@@ -171,8 +173,8 @@ def main(args):
          [r["episodes"] / (u["time/rollout"] + u["time/update"]) for r, u in pairs], "")  # fmt: skip
     faults = [b["faults"] - a["faults"] for a, b in zip(seen, seen[1:])]
     show("page faults an iteration", faults, "")
-    peak = torch.cuda.max_memory_allocated() / 2**20 if args.cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{'peak memory':<52} {peak:>12,.0f} MiB")
+    peak = torch.cuda.max_memory_allocated() if args.cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(f"{'peak memory':<52} {peak / 2**20:>12,.0f} MiB")
 
 
 if __name__ == "__main__":

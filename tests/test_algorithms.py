@@ -1,10 +1,11 @@
-"""REINFORCE and GiGPO beside GRPO: numbers of other codebases, worked examples, enumeration, and what they share.
+"""REINFORCE and GiGPO beside GRPO: numbers of other codebases, worked examples, enumeration, and what all four share.
 
 golden_algorithms.json holds outputs of the peers' own functions, each with repository, commit and function. Each test
 says which bug it would catch; #n is a public report of that bug. Everything runs on the CPU in seconds.
 """
 
 import importlib
+import inspect
 import itertools
 import json
 import sys
@@ -20,11 +21,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import gigpo  # noqa: E402
 import grpo  # noqa: E402
+import ppo  # noqa: E402
 import reinforce  # noqa: E402
 from test_grpo import FixedLogits, TablePolicy, enumerate_toy, exact_gradient, random_batch  # noqa: E402
 
 GOLDEN = {case["name"]: case for case in json.loads((Path(__file__).parent / "golden_algorithms.json").read_text())}
 PLAIN = dict(clip_coef=0.2, clip_coef_high=0.28, kl_coef=0.0, ent_coef=0.0)
+PLAIN_PPO = dict(clip_coef=0.2, clip_vloss=False, vf_coef=0.0, kl_coef=0.0, ent_coef=0.0)
 STEP_CASES = ("gigpo/three_groups/g1.0_w1.0", "gigpo/three_groups/g0.95_w1.0", "gigpo/random_walk/g0.9_w1")
 NORMS = (("none", "mean_norm"), ("std", "mean_std_norm"))
 CREDITS, BASELINES = ("episode", "turn"), ("none", "batch", "mean", "loo")
@@ -32,6 +35,12 @@ CREDITS, BASELINES = ("episode", "turn"), ("none", "batch", "mean", "loo")
 
 @pytest.fixture(params=(reinforce, grpo, gigpo), ids=lambda script: script.__name__)
 def script(request):
+    """The scripts that compare episodes of a group. ppo.py asks its critic instead: see test_ppo.py."""
+    return request.param
+
+
+@pytest.fixture(params=(reinforce, ppo, grpo, gigpo), ids=lambda script: script.__name__)
+def any_script(request):
     return request.param
 
 
@@ -66,6 +75,11 @@ def advantages(script, rewards, groups, turn_ids=None, mask=None, *, norm="none"
 
 
 def loss_of(script, newlogprobs, entropy, logprobs, *args):
+    """The policy's loss alone; args: advantages, loss_mask, weights."""
+    if script is ppo:
+        zeros = torch.zeros_like(entropy)
+        advantages, *rest = args
+        return ppo.compute_loss(newlogprobs, zeros, entropy, logprobs, zeros, advantages, zeros, *rest, **PLAIN_PPO)[0]
     options = dict(kl_coef=0.0, ent_coef=0.0) if script is reinforce else PLAIN
     return script.compute_loss(newlogprobs, entropy, logprobs, *args, **options)[0]
 
@@ -104,39 +118,47 @@ def unique_anchors(rollout, *args, **kwargs):
     return batch._replace(anchors=[[object() for _ in states] for states in batch.anchors])
 
 
-def in_training(script, tmp_path, *, rewards, turns, groups, anchors=None, size=None, ends=None, **flags):
-    """What train() hands to its loss if the rollout brings these episodes: advantages and loss_mask (B, T)."""
+def in_training(script, tmp_path, *, rewards, turns, groups, anchors=None, size=None, ends=None, tokens=None,
+                warm_up=lambda *args, **kwargs: {}, **flags):  # fmt: skip
+    """What train() hands to its loss if the rollout brings these episodes: advantages and loss_mask (B, T). PPO's
+    critic is warmed up by warm_up: by default it stays zero, so that with lambda 1 the advantage is the return."""
     turn_ids, mask = layout(*turns)
     rewards, B = torch.as_tensor(rewards, dtype=torch.float32), len(turns)
     infos = [dict(end=end, truncated=end == "context_limit", success=False, hacked=False, turns=len(episode),
                   tool_calls=0, errors=0, tools=[], pair="", env_seconds=0.0)
              for end, episode in zip(ends or ["submitted"] * B, turns)]  # fmt: skip
     batch = script.Batch(
-        tokens=torch.ones_like(turn_ids), lengths=torch.tensor([1 + sum(map(sum, episode)) for episode in turns]),
+        tokens=torch.ones_like(turn_ids) if tokens is None else tokens,
+        lengths=torch.tensor([1 + sum(map(sum, episode)) for episode in turns]),
         loss_mask=mask, logprobs=-1.0 - torch.arange(B)[:, None].expand_as(mask), turn_ids=turn_ids, rewards=rewards,
-        terminated=torch.ones(B, dtype=torch.bool), truncated=torch.zeros(B, dtype=torch.bool),
+        terminated=torch.tensor([not info["truncated"] for info in infos]),
+        truncated=torch.tensor([info["truncated"] for info in infos]),
         group_ids=torch.as_tensor(groups), infos=infos,
         anchors=anchors or [[object() for _ in episode] for episode in turns],
     )  # fmt: skip
     compute_loss, seen = script.compute_loss, {}
 
-    def spy(newlogprobs, entropy, logprobs, advantages, loss_mask, *args, **kwargs):
-        for row, old in enumerate(logprobs[:, 0].tolist()):  # the old log-probs name the episode
-            seen[round(-old) - 1] = advantages[row], loss_mask[row]
-        return compute_loss(newlogprobs, entropy, logprobs, advantages, loss_mask, *args, **kwargs)
+    def spy(*args, **kwargs):
+        given = inspect.signature(compute_loss).bind(*args, **kwargs).arguments
+        for row, old in enumerate(given["logprobs"][:, 0].tolist()):  # the old log-probs name the episode
+            seen[round(-old) - 1] = given["advantages"][row], given["loss_mask"][row]
+        return compute_loss(*args, **kwargs)
 
     num_groups, group_size = size or (1, B)
     flags = dict(
         num_groups=num_groups, group_size=group_size, max_turns=rewards.shape[1], warm_start_steps=0,
         num_minibatches=1, micro_batch_size=B, kl_coef=0.0, baseline="loo", norm="none", gamma=1.0,
+        gae_lambda=1.0, norm_adv=False,
     ) | flags  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         on_rollouts(patch, script, lambda *args, **kwargs: batch)
         patch.setattr(script, "compute_loss", spy)
         patch.setattr(script, "describe_start", lambda *args, **kwargs: {})  # it takes most of the time
+        patch.setattr(script, "warm_up_critic", warm_up, raising=False)
         script.train(make_args(script, tmp_path / script.__name__, **flags))
     assert sorted(seen) == list(range(B))
-    return tuple(torch.stack(rows) for rows in zip(*(seen[b] for b in range(B))))
+    pad = lambda row: torch.nn.functional.pad(row, (0, mask.shape[1] - len(row)))  # noqa: E731 minibatches are cut
+    return tuple(torch.stack([pad(seen[b][n]) for b in range(B)]) for n in range(2))
 
 
 # ---- Numbers of other codebases ----------------------------------------------------------------------------------
@@ -208,7 +230,9 @@ def test_reinforce_loss_equals_verl(loss_agg):
     per_row = mask.sum() if loss_agg == "token-mean" else mask.sum(1, keepdim=True) * len(mask)
     garbage, zeros = torch.full_like(mask, -300.0), torch.zeros_like(mask)
     A = double(case["inputs"]["advantages"])
-    loss, metrics = reinforce.compute_loss(newlogprobs, zeros, garbage, A, mask, mask / per_row, kl_coef=0.0, ent_coef=0.0)
+    loss, metrics = reinforce.compute_loss(
+        newlogprobs, zeros, garbage, A, mask, mask / per_row, kl_coef=0.0, ent_coef=0.0
+    )
     loss.backward()
     assert_close(loss.detach(), double(case["outputs"]["loss"]), atol=1e-8, rtol=0)
     assert_close(metrics["losses/policy_loss"], loss.detach())
@@ -490,17 +514,17 @@ def test_filtered_episodes_vote_but_are_not_trained(script, tmp_path):
 
 
 @pytest.mark.parametrize("masked", (True, False), ids=("mask-observations", "no-mask-observations"))
-def test_observations_have_a_gradient_only_without_the_mask(script, masked, tmp_path):
+def test_observations_have_a_gradient_only_without_the_mask(any_script, masked, tmp_path):
     """Catches a mask that is not applied, applied when it should not be, or shifted by one. Rows of logits whose next
     token is an observation get exactly zero gradient with the mask, and some without; prompt and padding never do."""
-    turns, rewards = [[(2, 3), (1, 1)], [(3, 2)]], [[0.5, 0.5], [0.0, 0.0]]
-    A, mask = in_training(script, tmp_path, rewards=rewards, turns=turns, groups=[0, 0], mask_observations=masked)
+    turns, rewards = [[(2, 3), (1, 1)], [(3, 2)]], [[0.5, 0.5], [-1.0, 0.0]]
+    A, mask = in_training(any_script, tmp_path, rewards=rewards, turns=turns, groups=[0, 0], mask_observations=masked)
     turn_ids, sampled = layout(*turns)
     assert torch.equal(mask, sampled if masked else (turn_ids >= 0).float())
     tokens = torch.randint(6, mask.shape, generator=torch.Generator().manual_seed(0))
     logits = torch.randn(*mask.shape, 6, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    newlogprobs, entropy, _ = script.score(FixedLogits(logits), tokens, mask, 1.0)
-    loss = loss_of(script, newlogprobs, entropy, newlogprobs.detach(), A, mask, mask / mask.sum())
+    newlogprobs, entropy, _ = any_script.score(FixedLogits(logits), tokens, mask, 1.0)
+    loss = loss_of(any_script, newlogprobs, entropy, newlogprobs.detach(), A, mask, mask / mask.sum())
     gradient = torch.autograd.grad(loss, logits)[0][:, :-1].abs().amax(2)  # row t scores token t + 1
     observed = ((turn_ids >= 0) & (sampled == 0))[:, 1:]
     assert observed.sum() == 6 and ((gradient[observed] == 0) if masked else (gradient[observed] > 0)).all()

@@ -27,14 +27,18 @@ COPIES = {section: [name for name in SCRIPTS if name != home] for section, home 
 COPIES["5. Warm start"].append("tinyagent.py")
 OWN = {"train", "check_args", "Args"}  # definitions of section 9 that differ by algorithm
 EXCEPTIONS = {  # shared flags that may have another type, default or help, and why
-    "num_iterations": "REINFORCE uses a batch for one step: as many episodes and steps as the others, in smaller batches",
+    "num_iterations": "REINFORCE takes one step a batch: as many episodes and steps as the others, in smaller batches",
     "num_groups": "see num_iterations",
     "eval_every": "see num_iterations: after as many episodes",
     "gamma": "a step of PPO is a token or a turn (--gae-unit); the others discount per turn",
     "credit": "the reward-to-go of a turn is REINFORCE's own; GRPO and GiGPO pay the whole episode",
     "baseline": "REINFORCE also goes without a baseline or takes the batch's; GRPO and GiGPO have groups only",
 }
-INSERTED = {("reinforce.py", "ppo.py"): 150, ("reinforce.py", "grpo.py"): 69, ("grpo.py", "gigpo.py"): 38}  # lines that the second adds to the first
+INSERTED = {  # lines that the second adds to the first
+    ("reinforce.py", "ppo.py"): 150,
+    ("reinforce.py", "grpo.py"): 69,
+    ("grpo.py", "gigpo.py"): 38,
+}
 ALLOWED = set(sys.stdlib_module_names) | {"torch", "numpy", "tyro", "wandb"}
 
 
