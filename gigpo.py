@@ -59,7 +59,7 @@ class Args:
     wandb_project_name: str = "agentic-rl"  # Weights & Biases project
     wandb_entity: Optional[str] = None  # Weights & Biases team
     env_id: Literal["bugfix", "number"] = "bugfix"  # BugFix gym or hidden number
-    num_iterations: int = 50  # iterations of rollout and update; 0 stops after the warm start
+    num_iterations: int = 75  # iterations of rollout and update; 0 stops after the warm start
     num_groups: int = 32  # groups in a batch, each on one task
     group_size: int = 8  # episodes in a group
     max_turns: Optional[int] = None  # turn limit of an episode (None: the environment's)
@@ -1041,6 +1041,10 @@ def check_args(args):
     if args.d_model % (2 * args.n_heads):
         refuse(f"--d-model {args.d_model} must be a multiple of twice --n-heads {args.n_heads}; "
                f"try --d-model {32 * args.n_heads}")  # fmt: skip
+    if args.seed >= 2**64:
+        refuse(f"--seed {args.seed} has more than 64 bits; try --seed 1")
+    if args.context_length == 1:
+        refuse("--context-length 1 leaves no room for an episode; try --context-length 512")
     if args.eval_tasks < 8:
         refuse(f"--eval-tasks {args.eval_tasks} is too few for pass@8 on an eighth of them; try --eval-tasks 64")
     if args.env_id == "number" and (args.num_bugs != 1 or args.reward != "hidden"):
@@ -1054,11 +1058,14 @@ def check_args(args):
 def load_checkpoint(path, flag):
     """A checkpoint as a dict, through torch's safe loader: tensors and plain values only."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         refuse(f"{flag} {path}: no such file; checkpoints are runs/<run>/checkpoint.pt")
     except Exception as error:  # torch raises many types for a file that is not a checkpoint
         refuse(f"{flag} {path}: not a readable checkpoint ({type(error).__name__}); give a runs/<run>/checkpoint.pt")
+    if not isinstance(checkpoint, dict) or "model" not in checkpoint:
+        refuse(f"{flag} {path}: holds no model; give a runs/<run>/checkpoint.pt")
+    return checkpoint
 
 
 def save_checkpoint(path, **state):
@@ -1146,8 +1153,8 @@ def train(args):
     checkpoint, iteration, totals = None, 0, {"global_step": 0, "charts/total_tokens": 0, "charts/total_episodes": 0}
     if args.resume:
         checkpoint = load_checkpoint(args.resume, "--resume")
-        if "optimizer" not in checkpoint:
-            refuse(f"--resume {args.resume}: not a checkpoint of an unfinished run; "
+        if (script := checkpoint.get("script")) != Path(__file__).stem:
+            refuse(f"--resume {args.resume}: not a run of this script but of {script or 'tinyagent'}.py; "
                    "try --init-from to begin one with it")  # fmt: skip
         run_dir = args.resume.parent
         free = ("resume", "init_from", "track", "wandb_project_name", "wandb_entity", "runs_dir", "save_every")
@@ -1162,12 +1169,13 @@ def train(args):
         if rank == 0:
             lines = [line for line in (run_dir / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
             kept = [line + "\n" for line in lines if json.loads(line)["iteration"] <= iteration]
-            (run_dir / "metrics.jsonl").write_text("".join(kept))
+            (run_dir / "metrics.tmp").write_text("".join(kept))
+            os.replace(run_dir / "metrics.tmp", run_dir / "metrics.jsonl")
     else:
         run_dir = args.runs_dir / f"{Path(__file__).stem}__{args.env_id}__{args.seed}__{int(time.time())}_{os.getpid()}"
         start = load_checkpoint(args.init_from, "--init-from") if args.init_from else None
         try:
-            if start:
+            if start is not None:
                 model.load_state_dict(start["model"])
             if rank == 0:
                 run_dir.mkdir(parents=True)
@@ -1195,8 +1203,9 @@ def train(args):
     def save(iteration):
         if rank > 0:
             return
-        save_checkpoint(run_dir / "checkpoint.pt", model=model.state_dict(), args=plain_args, iteration=iteration,
-                        optimizer=optimizer.state_dict(), reference=reference.state_dict(), totals=totals)  # fmt: skip
+        save_checkpoint(run_dir / "checkpoint.pt", script=Path(__file__).stem, args=plain_args, iteration=iteration,
+                        model=model.state_dict(), optimizer=optimizer.state_dict(), totals=totals,
+                        reference=reference.state_dict())  # fmt: skip
 
     def run_evaluation():
         metrics, batches = evaluate(model, tokenizer, env_class, env_options, split=args.eval_split,

@@ -10,7 +10,7 @@
 Prints medians over the iterations, minimum and maximum beside them. The machine's own fp32 matrix rate is measured
 between the iterations, at 1024 cubed and at the model's shapes: compare machines by the ratio to it, not by seconds.
 Arithmetic is counted as two operations a weight and token, three times that with the backward pass, plus attention;
-padding does not count. Let nothing else run: a second process on the same cores slows two threads by far more than half.
+padding does not count. Let nothing else run: a second process on the same cores costs two threads far more than half.
 """
 
 import json
