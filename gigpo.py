@@ -59,7 +59,7 @@ class Args:
     wandb_project_name: str = "agentic-rl"  # Weights & Biases project
     wandb_entity: Optional[str] = None  # Weights & Biases team
     env_id: Literal["bugfix", "number"] = "bugfix"  # BugFix gym or hidden number
-    num_iterations: int = 75  # iterations of rollout and update; 0 stops after the warm start
+    num_iterations: int = 50  # iterations of rollout and update; 0 stops after the warm start
     num_groups: int = 32  # groups in a batch, each on one task
     group_size: int = 8  # episodes in a group
     max_turns: Optional[int] = None  # turn limit of an episode (None: the environment's)
@@ -71,11 +71,11 @@ class Args:
     anneal_kl: bool = True  # let it fade linearly to zero, like the learning rate
     mask_observations: bool = True  # keep tool output out of the loss; the ablation trains on it too
     filter_truncated: bool = False  # no loss on episodes out of turns or context; they still count in the baseline
-    warm_start_steps: int = 500  # gradient steps of imitation before the first iteration
-    warm_start_batch_size: int = 32  # explorer episodes in such a step
+    warm_start_steps: int = 400  # gradient steps of imitation before the first iteration
+    warm_start_batch_size: int = 16  # explorer episodes in such a step
     warm_start_learning_rate: float = 6e-3  # peak learning rate of the imitation
     warm_start_observations: bool = True  # imitate tool output too; otherwise only the explorer's own tokens
-    eval_every: int = 10  # iterations between evaluations
+    eval_every: int = 25  # iterations between evaluations
     eval_tasks: int = 512  # tasks in an evaluation, played greedily
     eval_split: Literal["dev", "test"] = "test"  # tune on dev, report on test
     save_every: int = 10  # iterations between checkpoints
@@ -85,7 +85,7 @@ class Args:
     micro_batch_size: int = 16  # episodes in a forward pass of the update: speed and memory, not the objective
     d_model: int = 64  # width of the model
     n_layers: int = 2  # its blocks
-    n_heads: int = 4  # its attention heads
+    n_heads: int = 2  # its attention heads
     context_length: Optional[int] = None  # its context in tokens (None: the environment's longest episode)
     num_bugs: int = 1  # BugFix: bugs in a task
     reward: Literal["hidden", "public", "partial", "similarity"] = "hidden"  # BugFix: what pays at submit
@@ -526,24 +526,30 @@ class Block(nn.Module):
         for layer in (self.proj, self.down):
             nn.init.zeros_(layer.weight)
 
-    def forward(self, x, rotation, cache, slots, mask):
+    def forward(self, x, slots, rotation, cache=None, at=None):
+        """x (B, T, D) -> (B, T, D), or (B, Q, D) at the positions at (B, Q) only. See TinyAgent.forward."""
         B, T, D = x.shape
+        rows = torch.arange(B, device=x.device)[:, None]
         qkv = self.qkv(self.norm1(x)).view(B, T, 3, self.n_heads, -1)
-        q, k = rotate(qkv[:, :, :2], rotation).permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
-        v = qkv[:, :, 2].transpose(1, 2)
+        (q, k), v, query_slots = rotate(qkv[:, :, :2], rotation).unbind(2), qkv[:, :, 2], slots
+        if at is not None:  # keys and values of all positions, queries of these
+            x, q, query_slots = x[rows, at], q[rows, at], slots[rows, at]
         if cache is not None:
-            rows = torch.arange(B, device=x.device)[:, None]
-            cache[0][rows, :, slots], cache[1][rows, :, slots] = k.transpose(1, 2), v.transpose(1, 2)
-            k, v = cache
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        x = x + self.proj(y.transpose(1, 2).reshape(B, T, D))
+            cache[0][rows, :, slots], cache[1][rows, :, slots] = k, v
+        k, v = (k.transpose(1, 2), v.transpose(1, 2)) if cache is None else cache  # (B, H, T or S, D/H)
+        mask = None  # causal
+        if cache is not None or at is not None:
+            seen = torch.arange(k.shape[2], device=x.device) <= query_slots[..., None]
+            mask = torch.where(seen, 0.0, -torch.inf)[:, None]  # (B, 1, T or Q, T or S)
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None)
+        x = x + self.proj(y.transpose(1, 2).reshape(x.shape))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class TinyAgent(nn.Module):
     """Decoder-only transformer with rotary positions, no dropout, fp32."""
 
-    def __init__(self, vocab_size, *, d_model=64, n_layers=2, n_heads=4):
+    def __init__(self, vocab_size, *, d_model=64, n_layers=2, n_heads=2):
         super().__init__()
         self.embed = nn.Embedding(vocab_size, d_model)
         self.blocks = nn.ModuleList([Block(d_model, n_heads) for _ in range(n_layers)])
@@ -553,22 +559,22 @@ class TinyAgent(nn.Module):
         size = d_model // n_heads
         self.register_buffer("frequencies", 1000.0 ** -(torch.arange(0, size, 2) / size), persistent=False)  # (D/H/2,)
 
-    def forward(self, tokens, cache=None, slots=None, *, return_hidden=False):
+    def forward(self, tokens, cache=None, slots=None, *, at=None, return_hidden=False):
         """tokens (B, T) -> logits (B, T, V), row t predicting token t + 1, or hidden states (B, T, D) before the head.
 
+        With at (B, Q), only these positions: (B, Q, V) or (B, Q, D). Nobody reads what would follow the other tokens,
+        which the tools wrote: the last block takes their keys and values and spares the rest.
         With a cache (L, 2, B, H, S, D/H), token t of row b stands at absolute position slots[b, t] (B, T): its key and
         value are written there and it attends to slots up to its own. Prefill and single-token decoding are the same
         path. Padding goes to the last slot, S - 1, which no real token may use.
         """
-        mask = None
-        if slots is None:
-            slots = torch.arange(tokens.shape[1], device=tokens.device)[None]  # (1, T)
-        else:
-            mask = (torch.arange(cache.shape[-2], device=tokens.device) <= slots[..., None])[:, None]  # (B, 1, T, S)
-        angles = (slots[..., None] * self.frequencies)[:, :, None, None]  # (B or 1, T, 1, 1, D/H/2)
-        rotation, x = torch.polar(torch.ones_like(angles), angles), self.embed(tokens)  # x (B, T, D)
+        B, T = tokens.shape
+        slots = torch.arange(T, device=tokens.device)[None] if slots is None else slots  # (1, T) or (B, T)
+        angles = (slots[..., None] * self.frequencies)[:, :, None, None]  # (1 or B, T, 1, 1, D/H/2)
+        rotation, slots = torch.polar(torch.ones_like(angles), angles), slots.expand(B, T)
+        x, last = self.embed(tokens), len(self.blocks) - 1  # x (B, T, D)
         for i, block in enumerate(self.blocks):
-            x = block(x, rotation, None if cache is None else cache[i], slots, mask)
+            x = block(x, slots, rotation, None if cache is None else cache[i], at if i == last else None)
         hidden = self.norm(x)
         return hidden if return_hidden else self.head(hidden)
 
@@ -597,22 +603,18 @@ def sample_turn(model, cache, starts, pending, uniforms, *, budgets, stop_id, te
     starts (N,): cached tokens per row; pending: N lists of ids not yet in the cache, best sorted by length, since they
     are padded in parts of 64 rows; uniforms (N, longest budget); budgets (N,): tokens that each message may have;
     stop_id closes a message (None: only the budget does).
-    Returns messages (N lists of ids), their log-probabilities, and those of each pending id but the first. The last
-    sampled id is not in the cache: it has to be the first of the next pending ids.
+    Returns messages (N lists of ids) and their log-probabilities. The last sampled id is not in the cache: it has to be
+    the first of the next pending ids.
     """
     device, N = starts.device, len(pending)
     lengths = torch.tensor([len(ids) for ids in pending], device=device)
     trash = cache.shape[-2] - 1  # padding and closed rows write here, so they never touch a slot that will be read
-    last_logits, observed = [], []
+    last_logits = []
     for part in (slice(n, n + 64) for n in range(0, N, 64)):
-        rows = [torch.tensor(ids) for ids in pending[part]]
-        chunk = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)  # (n, C)
+        chunk = torch.tensor(list(itertools.zip_longest(*pending[part], fillvalue=0)), device=device).T  # (n, C)
         columns = torch.arange(chunk.shape[1], device=device)
         slots = torch.where(columns < lengths[part, None], starts[part, None] + columns, trash)
-        logits = model(chunk, cache[:, :, part], slots)  # (n, C, V)
-        logprobs = F.log_softmax(logits[:, :-1] / (temperature or 1.0), dim=-1).gather(2, chunk[:, 1:, None])[..., 0]
-        observed += logprobs.tolist()
-        last_logits.append(logits[torch.arange(len(rows), device=device), lengths[part] - 1])
+        last_logits.append(model(chunk, cache[:, :, part], slots, at=lengths[part, None] - 1)[:, 0])  # (n, V)
     logits, ids, logprobs, is_open = torch.cat(last_logits), [], [], []  # logits (N, V)
     open_rows = budgets > 0
     for step in range(uniforms.shape[1]):
@@ -627,11 +629,7 @@ def sample_turn(model, cache, starts, pending, uniforms, *, budgets, stop_id, te
         logits = model(token[:, None], cache, slots)[:, 0]
     counts = torch.stack(is_open, 1).sum(1).tolist()
     ids, logprobs = torch.stack(ids, 1).tolist(), torch.stack(logprobs, 1).tolist()
-    return (
-        [row[:n] for row, n in zip(ids, counts)],
-        [row[:n] for row, n in zip(logprobs, counts)],
-        [row[: len(chunk_ids) - 1] for row, chunk_ids in zip(observed, pending)],
-    )
+    return [row[:n] for row, n in zip(ids, counts)], [row[:n] for row, n in zip(logprobs, counts)]
 
 
 # ---- 4. Rollout ----------------------------------------------------------------------------------------------------
@@ -643,7 +641,7 @@ class Batch(NamedTuple):
     tokens: torch.Tensor  # (B, T) int64, padded with 0
     lengths: torch.Tensor  # (B,)
     loss_mask: torch.Tensor  # (B, T) 1 = sampled by the policy, the closing token included
-    logprobs: torch.Tensor  # (B, T) log pi_old of token t, at the sampling temperature; 0 for the first and padding
+    logprobs: torch.Tensor  # (B, T) log pi_old of token t, at the sampling temperature; 0 where loss_mask is
     turn_ids: torch.Tensor  # (B, T) -1 on prompt and padding; an observation carries the turn it answers
     rewards: torch.Tensor  # (B, K)
     terminated: torch.Tensor  # (B,) bool: submitted, malformed or out of turns, all of them part of the task
@@ -684,13 +682,15 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
     for turn in range(env.max_turns + 1):  # the last absorbs what the environment said when it truncated an episode
         budgets = [0 if infos[b]["end"] else min(env.turn_tokens, context_length - len(tokens[b])) for b in live]
         starts = [len(tokens[b]) - len(pending[b]) for b in live]
-        used = max(starts, default=0)
-        grown = model.make_cache(len(live), max(len(tokens[b]) for b in live) + env.turn_tokens + 1)
-        if cache is not None:  # finished episodes leave the batch
-            grown[..., :used, :] = cache[:, :, kept, :, :used]
-        cache = grown
+        num_slots = max(len(tokens[b]) for b in live) + env.turn_tokens + 1
+        if cache is None:
+            cache = model.make_cache(B, num_slots)
+        else:  # finished episodes leave the batch
+            used = max(starts)
+            cache = F.pad(cache[..., :used, :].index_select(2, torch.tensor(kept, device=device)),
+                          (0, 0, 0, num_slots - used))  # fmt: skip
         first = min(turn, env.max_turns - 1) * env.turn_tokens
-        messages, message_logprobs, pending_logprobs = sample_turn(
+        messages, message_logprobs = sample_turn(
             model, cache, torch.tensor(starts, device=device), [pending[b] for b in live],
             uniforms[live, first : first + env.turn_tokens],
             budgets=torch.tensor(budgets, device=device), stop_id=stop_id, temperature=temperature,
@@ -698,7 +698,6 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
         kept = []
         for n, b in enumerate(live):
             env, info, message = envs[b], infos[b], messages[n]
-            logprobs[b][len(tokens[b]) - len(pending_logprobs[n]) :] = pending_logprobs[n]
             tokens[b] += message
             loss_mask[b] += [1] * len(message)
             logprobs[b] += message_logprobs[n]
@@ -733,8 +732,8 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
         live = [live[n] for n in kept]
         if not live:
             break
-    pad = lambda rows, dtype, value: nn.utils.rnn.pad_sequence(  # noqa: E731
-        [torch.tensor(row, dtype=dtype) for row in rows], batch_first=True, padding_value=value).to(device)  # fmt: skip
+    pad = lambda rows, dtype, value: torch.tensor(  # noqa: E731
+        list(zip(*itertools.zip_longest(*rows, fillvalue=value))), dtype=dtype, device=device)  # fmt: skip
     truncated = torch.tensor([info["truncated"] for info in infos])
     return Batch(
         tokens=pad(tokens, torch.int64, 0),
@@ -754,10 +753,12 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
 def score(model, tokens, mask, temperature):
     """Log-probability (B, T) of token t given those before it, and the entropy (B, T) of the softmax it came from,
     where mask is 1; zero elsewhere. Both at the sampling temperature. Row t - 1 of the logits scores token t. Also
-    returns the hidden states (B, T - 1, D), for a critic."""
-    hidden = model(tokens[:, :-1], return_hidden=True)  # (B, T - 1, D)
-    b, t = mask[:, 1:].nonzero(as_tuple=True)
-    all_logprobs = F.log_softmax(model.head(hidden[b, t]) / temperature, dim=-1)  # (N, V)
+    returns the hidden states (N, D) that the N masked tokens were sampled from, in their order, for a critic."""
+    is_target = mask[:, 1:] > 0
+    b, t = is_target.nonzero(as_tuple=True)
+    at = (~is_target).long().argsort(dim=1, stable=True)[:, : is_target.sum(1).max()]  # (B, Q) targets first, in order
+    hidden = model(tokens[:, :-1], at=at, return_hidden=True)[is_target.gather(1, at)]  # (N, D)
+    all_logprobs = F.log_softmax(model.head(hidden) / temperature, dim=-1)  # (N, V)
     logprobs = all_logprobs.gather(1, tokens[b, t + 1, None])[:, 0]
     entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
     empty = torch.zeros_like(tokens, dtype=logprobs.dtype)
@@ -768,15 +769,14 @@ def score(model, tokens, mask, temperature):
 
 
 def explorer_episodes(tokenizer, env_class, env_options, *, seed, step, num_episodes):
-    """Episodes of the scripted explorer on training tasks, the final reply included.
+    """Episodes of the scripted explorer on 1,024 training tasks, the final reply included.
 
     Returns tokens (B, T), and kinds (B, T): 0 prompt and padding, 1 the explorer's own, 2 and up an observation of the
     tool at that place in env_class.tools."""
     rng = np.random.default_rng([seed, step, 1])
-    rows, row_kinds, task = [], [], None
-    for n in range(num_episodes):
-        if n % 8 == 0:
-            task = env_class.task("train", int(rng.integers(2**31)), env_options["num_bugs"])
+    rows, row_kinds = [], []
+    for _ in range(num_episodes):
+        task = env_class.task("train", int(rng.integers(1024)), env_options["num_bugs"])
         env, done = env_class(**env_options), False
         ids = list(tokenizer.encode(env.reset(task)[0]))
         kinds = [0] * len(ids)
@@ -1255,7 +1255,13 @@ def train(args):
         rollout_seconds = time.time() - iteration_start
 
         # (2) Mask: which tokens are trained, the sampled ones; with --no-mask-observations what the tools wrote too
-        loss_mask = batch.loss_mask if args.mask_observations else (batch.turn_ids >= 0).float()
+        loss_mask = batch.loss_mask
+        if not args.mask_observations:
+            loss_mask = (batch.turn_ids >= 0).float()
+            with torch.no_grad():  # log pi_old of what the policy did not sample
+                logprobs = torch.cat([score(model, *rows, args.temperature)[0] for rows in zip(
+                    batch.tokens.split(args.micro_batch_size), loss_mask.split(args.micro_batch_size))])  # fmt: skip
+            batch = batch._replace(logprobs=torch.where(batch.loss_mask > 0, batch.logprobs, logprobs))
         if args.filter_truncated:
             cut = torch.tensor([i["truncated"] or i["end"] == "turn_limit" for i in batch.infos], device=device)
             loss_mask = loss_mask * ~cut[:, None]

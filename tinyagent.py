@@ -9,6 +9,7 @@ from it and saves a checkpoint: the starting policy of the reinforcement learnin
 Shapes: B episodes, T tokens, V vocabulary, D width, L blocks, H heads, S cache slots.
 """
 
+import itertools
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -69,24 +70,30 @@ class Block(nn.Module):
         for layer in (self.proj, self.down):
             nn.init.zeros_(layer.weight)
 
-    def forward(self, x, rotation, cache, slots, mask):
+    def forward(self, x, slots, rotation, cache=None, at=None):
+        """x (B, T, D) -> (B, T, D), or (B, Q, D) at the positions at (B, Q) only. See TinyAgent.forward."""
         B, T, D = x.shape
+        rows = torch.arange(B, device=x.device)[:, None]
         qkv = self.qkv(self.norm1(x)).view(B, T, 3, self.n_heads, -1)
-        q, k = rotate(qkv[:, :, :2], rotation).permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
-        v = qkv[:, :, 2].transpose(1, 2)
+        (q, k), v, query_slots = rotate(qkv[:, :, :2], rotation).unbind(2), qkv[:, :, 2], slots
+        if at is not None:  # keys and values of all positions, queries of these
+            x, q, query_slots = x[rows, at], q[rows, at], slots[rows, at]
         if cache is not None:
-            rows = torch.arange(B, device=x.device)[:, None]
-            cache[0][rows, :, slots], cache[1][rows, :, slots] = k.transpose(1, 2), v.transpose(1, 2)
-            k, v = cache
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        x = x + self.proj(y.transpose(1, 2).reshape(B, T, D))
+            cache[0][rows, :, slots], cache[1][rows, :, slots] = k, v
+        k, v = (k.transpose(1, 2), v.transpose(1, 2)) if cache is None else cache  # (B, H, T or S, D/H)
+        mask = None  # causal
+        if cache is not None or at is not None:
+            seen = torch.arange(k.shape[2], device=x.device) <= query_slots[..., None]
+            mask = torch.where(seen, 0.0, -torch.inf)[:, None]  # (B, 1, T or Q, T or S)
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None)
+        x = x + self.proj(y.transpose(1, 2).reshape(x.shape))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class TinyAgent(nn.Module):
     """Decoder-only transformer with rotary positions, no dropout, fp32."""
 
-    def __init__(self, vocab_size, *, d_model=64, n_layers=2, n_heads=4):
+    def __init__(self, vocab_size, *, d_model=64, n_layers=2, n_heads=2):
         super().__init__()
         self.embed = nn.Embedding(vocab_size, d_model)
         self.blocks = nn.ModuleList([Block(d_model, n_heads) for _ in range(n_layers)])
@@ -96,22 +103,22 @@ class TinyAgent(nn.Module):
         size = d_model // n_heads
         self.register_buffer("frequencies", 1000.0 ** -(torch.arange(0, size, 2) / size), persistent=False)  # (D/H/2,)
 
-    def forward(self, tokens, cache=None, slots=None, *, return_hidden=False):
+    def forward(self, tokens, cache=None, slots=None, *, at=None, return_hidden=False):
         """tokens (B, T) -> logits (B, T, V), row t predicting token t + 1, or hidden states (B, T, D) before the head.
 
+        With at (B, Q), only these positions: (B, Q, V) or (B, Q, D). Nobody reads what would follow the other tokens,
+        which the tools wrote: the last block takes their keys and values and spares the rest.
         With a cache (L, 2, B, H, S, D/H), token t of row b stands at absolute position slots[b, t] (B, T): its key and
         value are written there and it attends to slots up to its own. Prefill and single-token decoding are the same
         path. Padding goes to the last slot, S - 1, which no real token may use.
         """
-        mask = None
-        if slots is None:
-            slots = torch.arange(tokens.shape[1], device=tokens.device)[None]  # (1, T)
-        else:
-            mask = (torch.arange(cache.shape[-2], device=tokens.device) <= slots[..., None])[:, None]  # (B, 1, T, S)
-        angles = (slots[..., None] * self.frequencies)[:, :, None, None]  # (B or 1, T, 1, 1, D/H/2)
-        rotation, x = torch.polar(torch.ones_like(angles), angles), self.embed(tokens)  # x (B, T, D)
+        B, T = tokens.shape
+        slots = torch.arange(T, device=tokens.device)[None] if slots is None else slots  # (1, T) or (B, T)
+        angles = (slots[..., None] * self.frequencies)[:, :, None, None]  # (1 or B, T, 1, 1, D/H/2)
+        rotation, slots = torch.polar(torch.ones_like(angles), angles), slots.expand(B, T)
+        x, last = self.embed(tokens), len(self.blocks) - 1  # x (B, T, D)
         for i, block in enumerate(self.blocks):
-            x = block(x, rotation, None if cache is None else cache[i], slots, mask)
+            x = block(x, slots, rotation, None if cache is None else cache[i], at if i == last else None)
         hidden = self.norm(x)
         return hidden if return_hidden else self.head(hidden)
 
@@ -140,22 +147,18 @@ def sample_turn(model, cache, starts, pending, uniforms, *, budgets, stop_id, te
     starts (N,): cached tokens per row; pending: N lists of ids not yet in the cache, best sorted by length, since they
     are padded in parts of 64 rows; uniforms (N, longest budget); budgets (N,): tokens that each message may have;
     stop_id closes a message (None: only the budget does).
-    Returns messages (N lists of ids), their log-probabilities, and those of each pending id but the first. The last
-    sampled id is not in the cache: it has to be the first of the next pending ids.
+    Returns messages (N lists of ids) and their log-probabilities. The last sampled id is not in the cache: it has to be
+    the first of the next pending ids.
     """
     device, N = starts.device, len(pending)
     lengths = torch.tensor([len(ids) for ids in pending], device=device)
     trash = cache.shape[-2] - 1  # padding and closed rows write here, so they never touch a slot that will be read
-    last_logits, observed = [], []
+    last_logits = []
     for part in (slice(n, n + 64) for n in range(0, N, 64)):
-        rows = [torch.tensor(ids) for ids in pending[part]]
-        chunk = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)  # (n, C)
+        chunk = torch.tensor(list(itertools.zip_longest(*pending[part], fillvalue=0)), device=device).T  # (n, C)
         columns = torch.arange(chunk.shape[1], device=device)
         slots = torch.where(columns < lengths[part, None], starts[part, None] + columns, trash)
-        logits = model(chunk, cache[:, :, part], slots)  # (n, C, V)
-        logprobs = F.log_softmax(logits[:, :-1] / (temperature or 1.0), dim=-1).gather(2, chunk[:, 1:, None])[..., 0]
-        observed += logprobs.tolist()
-        last_logits.append(logits[torch.arange(len(rows), device=device), lengths[part] - 1])
+        last_logits.append(model(chunk, cache[:, :, part], slots, at=lengths[part, None] - 1)[:, 0])  # (n, V)
     logits, ids, logprobs, is_open = torch.cat(last_logits), [], [], []  # logits (N, V)
     open_rows = budgets > 0
     for step in range(uniforms.shape[1]):
@@ -170,26 +173,21 @@ def sample_turn(model, cache, starts, pending, uniforms, *, budgets, stop_id, te
         logits = model(token[:, None], cache, slots)[:, 0]
     counts = torch.stack(is_open, 1).sum(1).tolist()
     ids, logprobs = torch.stack(ids, 1).tolist(), torch.stack(logprobs, 1).tolist()
-    return (
-        [row[:n] for row, n in zip(ids, counts)],
-        [row[:n] for row, n in zip(logprobs, counts)],
-        [row[: len(chunk_ids) - 1] for row, chunk_ids in zip(observed, pending)],
-    )
+    return [row[:n] for row, n in zip(ids, counts)], [row[:n] for row, n in zip(logprobs, counts)]
 
 
 # ---- 5. Warm start -------------------------------------------------------------------------------------------------
 
 
 def explorer_episodes(tokenizer, env_class, env_options, *, seed, step, num_episodes):
-    """Episodes of the scripted explorer on training tasks, the final reply included.
+    """Episodes of the scripted explorer on 1,024 training tasks, the final reply included.
 
     Returns tokens (B, T), and kinds (B, T): 0 prompt and padding, 1 the explorer's own, 2 and up an observation of the
     tool at that place in env_class.tools."""
     rng = np.random.default_rng([seed, step, 1])
-    rows, row_kinds, task = [], [], None
-    for n in range(num_episodes):
-        if n % 8 == 0:
-            task = env_class.task("train", int(rng.integers(2**31)), env_options["num_bugs"])
+    rows, row_kinds = [], []
+    for _ in range(num_episodes):
+        task = env_class.task("train", int(rng.integers(1024)), env_options["num_bugs"])
         env, done = env_class(**env_options), False
         ids = list(tokenizer.encode(env.reset(task)[0]))
         kinds = [0] * len(ids)
@@ -243,13 +241,13 @@ class Args:
     seed: int = 1  # seed of the weights and of the explorer
     cuda: bool = False  # run on the GPU; without one the script stops
     env_id: Literal["bugfix", "number"] = "bugfix"  # BugFix gym or hidden number
-    warm_start_steps: int = 500  # gradient steps
-    warm_start_batch_size: int = 32  # explorer episodes in a step
+    warm_start_steps: int = 400  # gradient steps
+    warm_start_batch_size: int = 16  # explorer episodes in a step
     warm_start_learning_rate: float = 6e-3  # peak learning rate
     warm_start_observations: bool = True  # imitate tool output too; otherwise only the explorer's own tokens
     d_model: int = 64  # width of the model
     n_layers: int = 2  # its blocks
-    n_heads: int = 4  # its attention heads
+    n_heads: int = 2  # its attention heads
     output: Path | None = None  # checkpoint to write (default: runs/tinyagent__<env>__<seed>.pt)
 
 
@@ -262,7 +260,7 @@ def sample_episode(model, tokenizer, env, task, *, seed, temperature=1.0):
     cache = model.make_cache(1, longest_episode(env, env.max_turns) + 1)
     episode, cached, pending = [("environment", text)], 0, list(tokenizer.encode(text))
     while not done:
-        messages, _, _ = sample_turn(
+        messages, _ = sample_turn(
             model, cache, torch.tensor([cached], device=device), [pending],
             torch.rand(1, env.turn_tokens, generator=generator), stop_id=tokenizer.ids.get(env.stop),
             budgets=torch.tensor([env.turn_tokens], device=device), temperature=temperature,

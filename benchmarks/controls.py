@@ -1,9 +1,12 @@
-"""Are tools used, or decoration? Plays trained BugFix policies with the tool outputs of another task.
+"""Controls of grpo.py: each must fail the way it should.
 
-    python benchmarks/controls.py runs/*/checkpoint.pt
+    python benchmarks/controls.py swap runs/*/checkpoint.pt    # shows trained policies another task's tool output
+    python benchmarks/controls.py shuffle --seed 1             # trains on rewards shuffled within each group
+    python benchmarks/controls.py withhold --seed 1            # trains on BugFix whose tools answer nothing
 
-For each checkpoint: greedy success on the test tasks as they are, and with every observation replaced by what the same
-call would have returned in the next task. A policy that reads loses; one that edits by habit or by the prompt does not.
+swap: greedy success on the test tasks as they are, and with every observation replaced by what the same call would have
+returned in the next task. A policy that reads loses; one that edits by habit or by the prompt does not. shuffle and
+withhold take the flags of grpo.py; withheld observations are so in warm start, training and evaluation alike.
 """
 
 import sys
@@ -15,7 +18,8 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from grpo import BugFixEnv, TinyAgent, Tokenizer, episode_metrics, longest_episode, play
+import grpo  # noqa: E402
+from grpo import BugFixEnv, TinyAgent, Tokenizer, episode_metrics, longest_episode, play  # noqa: E402
 
 
 class SwappedEnv(BugFixEnv):
@@ -34,13 +38,35 @@ class SwappedEnv(BugFixEnv):
         return self.observation, *result
 
 
+class WithheldEnv(BugFixEnv):
+    """Acts, and shows nothing of it."""
+
+    def step(self, action):
+        _, *result = super().step(action)
+        return "<result></result>", *result
+
+
+def shuffled(rollout):
+    """The rollout with its episodes' rewards dealt out anew among the members of each group."""
+
+    def wrapper(*inputs, **options):
+        batch = rollout(*inputs, **options)
+        order, generator = torch.arange(len(batch.rewards)), torch.Generator().manual_seed(int(batch.tokens.sum()))
+        for group in batch.group_ids.unique():
+            (rows,) = torch.where(batch.group_ids == group)
+            order[rows] = rows[torch.randperm(len(rows), generator=generator)]
+        return batch._replace(rewards=batch.rewards[order])
+
+    return wrapper
+
+
 @dataclass
 class Args:
     checkpoints: tyro.conf.Positional[tuple[Path, ...]]  # checkpoint.pt files of BugFix runs
     num_tasks: int = 512  # test tasks
 
 
-def main(args):
+def swap(args):
     drops = []
     for path in args.checkpoints:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
@@ -66,4 +92,15 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    control, *flags = sys.argv[1:] or ["--help"]
+    if control == "swap":
+        swap(tyro.cli(Args, args=flags))
+    elif control == "shuffle":
+        grpo.rollout = shuffled(grpo.rollout)
+        grpo.train(tyro.cli(grpo.Args, args=flags))
+    elif control == "withhold":
+        grpo.ENVS["bugfix"] = WithheldEnv
+        grpo.train(tyro.cli(grpo.Args, args=flags))
+    else:
+        print(__doc__, file=sys.stderr)
+        sys.exit(2)

@@ -140,7 +140,7 @@ def in_training(script, tmp_path, *, rewards, turns, groups, anchors=None, size=
 
     def spy(*args, **kwargs):
         given = inspect.signature(compute_loss).bind(*args, **kwargs).arguments
-        for row, old in enumerate(given["logprobs"][:, 0].tolist()):  # the old log-probs name the episode
+        for row, old in enumerate(given["logprobs"][:, 1].tolist()):  # the first sampled token names the episode
             seen[round(-old) - 1] = given["advantages"][row], given["loss_mask"][row]
         return compute_loss(*args, **kwargs)
 

@@ -53,8 +53,8 @@ class FixedLogits:
     def __init__(self, logits):
         self.logits = logits
 
-    def __call__(self, tokens, return_hidden=False):
-        return self.logits[:, : tokens.shape[1]]
+    def __call__(self, tokens, at, return_hidden):
+        return self.logits[torch.arange(len(tokens))[:, None], at]
 
     def head(self, hidden):
         return hidden
@@ -498,10 +498,11 @@ class TablePolicy:
         self.params = [torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
                        for shape in ((V,), (V, V), (V, V, V), (V,))]  # fmt: skip
 
-    def __call__(self, tokens, return_hidden=False):
+    def __call__(self, tokens, at=None, return_hidden=False):
         first, observation, second, shared = self.params
         action, observed = tokens[:, 1], tokens[:, 2]
-        return torch.stack([first.expand(len(tokens), -1), observation[action], second[action, observed]], 1) + shared
+        logits = torch.stack([first.expand(len(tokens), -1), observation[action], second[action, observed]], 1)
+        return logits + shared if at is None else (logits + shared)[torch.arange(len(tokens))[:, None], at]
 
     def head(self, hidden):
         return hidden

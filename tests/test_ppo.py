@@ -517,26 +517,45 @@ def test_warm_up_regresses_on_the_state_before_each_sampled_token(unit, monkeypa
 
 def test_value_loss_reaches_only_the_rows_before_a_sampled_token(tmp_path, monkeypatch):
     """#43: a critic's mask that is not aligned with values that were already shifted. In train() the value loss alone
-    has a gradient on exactly those hidden states whose next token was sampled."""
-    score, compute_loss, hiddens = ppo.score, ppo.compute_loss, []
+    has a gradient on exactly those hidden states whose next token was sampled, and each value stands at that token."""
+    score, compute_loss, seen = ppo.score, ppo.compute_loss, []
 
-    def keep(*args):
-        result = score(*args)
+    def keep(model, tokens, mask, temperature):
+        result = score(model, tokens, mask, temperature)
         result[2].retain_grad()
-        hiddens.append(result[2])
+        seen.append((model(tokens, return_hidden=True).detach(), mask, result[2]))
         return result
 
     @functools.wraps(compute_loss)
     def values_only(newlogprobs, newvalues, *args, **kwargs):
+        seen.append(newvalues.detach())
         return compute_loss(newlogprobs.detach(), newvalues, *args, **kwargs)
 
     monkeypatch.setattr(ppo, "score", keep)
     monkeypatch.setattr(ppo, "compute_loss", values_only)
     turns = [[(2, 3), (1, 1)], [(3, 2)]]
     in_training(ppo, tmp_path, rewards=[[0.5, 0.5], [-1.0, 0.0]], turns=turns, groups=[0, 0], warm_up=random_head)
-    ((hidden,), (_, mask)) = hiddens, layout(*turns)
-    mask = mask[[1, 0]] if hidden.grad[0].abs().sum(1)[5] == 0 else mask  # rows come by length
-    assert torch.equal(hidden.grad.abs().sum(2) > 0, mask[:, 1:] > 0)
+    (states, mask, hidden), newvalues = seen
+    assert sorted(mask.tolist()) == sorted(layout(*turns)[1].tolist())
+    assert_close(hidden.detach(), states[:, :-1][mask[:, 1:] > 0], atol=1e-5, rtol=0)  # the states before the tokens
+    assert (hidden.grad.abs().sum(1) > 0).all() and torch.equal(newvalues != 0, mask > 0)
+
+
+def test_before_the_first_step_the_new_values_are_the_old(tmp_path, monkeypatch):
+    """#43: catches new values that stand at another token than those the advantages were computed from."""
+    compute_loss, seen = ppo.compute_loss, []
+
+    @functools.wraps(compute_loss)
+    def spy(newlogprobs, newvalues, entropy, logprobs, values, *args, **kwargs):
+        seen.append((newvalues.detach(), values, args[2]))
+        return compute_loss(newlogprobs, newvalues, entropy, logprobs, values, *args, **kwargs)
+
+    monkeypatch.setattr(ppo, "compute_loss", spy)
+    monkeypatch.setattr(ppo, "warm_up_critic", random_head)
+    tiny_run(tmp_path, monkeypatch, num_iterations=1)
+    newvalues, values, mask = seen[0]
+    assert_close(newvalues, values * mask, atol=1e-5, rtol=0)
+    assert values[mask > 0].unique().numel() > 4
 
 
 def random_head(model, value_head, *args, **kwargs):

@@ -368,6 +368,11 @@ def test_full_forward_equals_cached_decoding():
             parts.append(model(tokens[:, a:b], cache, torch.arange(a, b).expand(3, -1)))
         assert (torch.cat(parts, 1) - full).abs().max() < 1e-4
         assert (model.head(model(tokens, return_hidden=True)) - full).abs().max() < 1e-5
+        at = torch.tensor([[7, 39], [0, 20], [5, 5]])  # these positions only
+        expected = full[torch.arange(3)[:, None], at]
+        assert (model(tokens, at=at) - expected).abs().max() < 1e-5
+        cached = model(tokens, model.make_cache(3, 41), torch.arange(40).expand(3, -1), at=at)
+        assert (cached - expected).abs().max() < 1e-4
         changed = tokens.clone()
         changed[:, 20:] = 1
         assert (model(changed)[:, :20] - full[:, :20]).abs().max() < 1e-5, "a token sees later ones"
@@ -377,8 +382,8 @@ def test_full_forward_equals_cached_decoding():
 @pytest.mark.parametrize("scripted", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_score_equals_the_rollouts_logprobs(monkeypatch, temperature, scripted):
-    """Catches a temperature in one place only, shifted rows, other positions in cache and forward (reports 6, 17, 18):
-    on sampled tokens and on observations, for episodes of all lengths, cut ones too."""
+    """Catches a temperature in one place only, shifted rows, other positions in cache and forward (reports 6, 17, 18),
+    for episodes of all lengths, cut ones too, with observations scored or not."""
     tasks, model = [grpo.bugfix_task("train", i) for i in range(12)], random_model()
     for context_length in (1200, 60):
         if scripted:
@@ -391,9 +396,10 @@ def test_score_equals_the_rollouts_logprobs(monkeypatch, temperature, scripted):
         for mask in (batch.loss_mask, (batch.turn_ids >= 0).float()):
             with torch.no_grad():
                 logprobs, entropy, _ = grpo.score(model, batch.tokens, mask, temperature)
-            difference = (logprobs - batch.logprobs)[mask > 0]
+            difference = (logprobs - batch.logprobs)[batch.loss_mask > 0]
             assert difference.abs().max() < 1e-4 and (difference.exp() - 1).abs().max() < 1e-4
             assert not logprobs[mask == 0].any() and not entropy[mask == 0].any() and (entropy[mask > 0] > 0).all()
+            assert (logprobs[mask > 0] < 0).all() and not batch.logprobs[batch.loss_mask == 0].any()
         other, _, _ = grpo.score(model, batch.tokens, batch.loss_mask, temperature * 0.8)
         assert (other - batch.logprobs)[batch.loss_mask > 0].abs().max() > 0.1, "the model is blind to this"
 
@@ -549,8 +555,7 @@ def test_evaluation_reports_hidden_success_whatever_the_reward(monkeypatch):
 @pytest.mark.parametrize("terminated", [True, False])
 def test_an_environment_may_truncate(monkeypatch, terminated, cut_turn):
     """Catches an environment's truncation that is stored as a termination, or without its last observation: a critic
-    would not bootstrap, or would read the state before the observation; and log-probabilities missing from it, which
-    the ablation without a mask needs."""
+    would not bootstrap, or would read the state before the observation."""
 
     class CutEnv(SpyEnv):
         def step(self, action):
@@ -567,6 +572,3 @@ def test_an_environment_may_truncate(monkeypatch, terminated, cut_turn):
     text = WORDS.decode(batch.tokens[0, :length].tolist())
     assert text.count("<call> read </call>") == cut_turn
     assert text.count("<result>") == cut_turn - terminated and text.endswith("</call>" if terminated else "</result>")
-    observed = (batch.loss_mask[0] == 0) & (batch.turn_ids[0] >= 0)
-    expected = grpo.score(model, batch.tokens[:1], observed[None].float(), 1.0)[0][0]
-    assert (batch.logprobs[0] - expected)[observed].abs().max() < 1e-4 if observed.any() else terminated

@@ -720,10 +720,12 @@ def test_ref_kl_is_logged_where_it_is_used(script, start, tmp_path):
     assert metrics[1]["losses/ref_kl"] == pytest.approx(0, abs=1e-6) and metrics[2]["losses/ref_kl"] > 1e-4
 
 
-def test_before_the_first_step_the_ratio_is_one(script, start, tmp_path):
+@pytest.mark.parametrize("mask_observations", [True, False])
+def test_before_the_first_step_the_ratio_is_one(script, start, mask_observations, tmp_path):
     """#17, #18: catches a loss that scores at another temperature, position or mask than was sampled at, or a reference
-    that does; and a batch that gives no gradient would hide it."""
-    flags = dict(num_iterations=1, temperature=0.7, num_groups=8) | minibatches(script, 1)
+    that does; observations without their log pi_old; and a batch that gives no gradient would hide it."""
+    flags = dict(num_iterations=1, temperature=0.7, num_groups=8, mask_observations=mask_observations)
+    flags |= minibatches(script, 1)
     _, line = run(script, tmp_path, init_from=start, **flags)[0]
     assert abs(line["losses/old_approx_kl"]) < 1e-5 and abs(line["losses/approx_kl"]) < 1e-8
     assert line["losses/ref_kl"] < 1e-8 and line.get("losses/clipfrac", 0) == 0 and line["losses/grad_norm"] > 0

@@ -1,0 +1,325 @@
+"""Compares the scripts: studies of scripts x flags x seeds, collected into a CSV, as tables and figures.
+
+    python benchmarks/compare.py                          # all studies: trains what is missing, then tables and figures
+    python benchmarks/compare.py --studies one-bug        # this one only
+    python benchmarks/compare.py --studies one-bug --seeds 2 --workers 4
+    python benchmarks/compare.py --redraw                 # from benchmarks/results/runs.csv, trains nothing
+
+Each run is a process with one thread. Runs that are done are skipped, those of a killed comparison start again. For a
+seed all algorithms begin with the same checkpoint of the warm start, see the same tasks and play as many episodes.
+"""
+
+import csv
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+import numpy as np
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ("reinforce", "ppo", "grpo", "gigpo")
+
+
+class Study(NamedTuple):
+    title: str
+    runs: dict  # label: command line without --seed, whose first word is a file without .py
+    seeds: int = 5
+    metric: str = "eval/success_rate"  # what the figure shows, beside the table
+
+
+def algorithms(flags=""):
+    return {script: f"{script} {flags}".strip() for script in SCRIPTS}
+
+
+STUDIES = {
+    "one-bug": Study("BugFix, one bug", algorithms(), seeds=10),
+    "two-bugs": Study("BugFix, two bugs", algorithms("--num-bugs 2"), seeds=10),
+    "controls": Study(
+        "Controls (GRPO)",
+        {
+            "grpo": "grpo",
+            "rewards shuffled in the group": "benchmarks/controls shuffle",
+            "observations withheld": "benchmarks/controls withhold",
+            "imitation only": "grpo --num-iterations 0 --warm-start-steps 1600",
+        },
+    ),
+    "rewards": Study(
+        "What is rewarded (GRPO)",
+        {kind: f"grpo --reward {kind}".replace(" --reward hidden", "")
+         for kind in ("hidden", "public", "partial", "similarity")},
+        metric="charts/hack_rate",
+    ),
+    "mask": Study(
+        "Tool output in the loss or not (GRPO)",
+        {
+            "BugFix, mask": "grpo",
+            "BugFix, no mask": "grpo --no-mask-observations",
+            "number, mask": "grpo --env-id number --warm-start-steps 100",
+            "number, no mask": "grpo --env-id number --warm-start-steps 100 --no-mask-observations",
+        },
+    ),
+}  # fmt: skip
+METRICS = ("charts/success_rate", "charts/hack_rate", "charts/tool_calls", "charts/episodic_length", "losses/entropy",
+           "eval/success_rate", "eval/pass@8", "eval/unseen_pairs_success_rate", "eval/hack_rate",
+           "eval/tool_calls")  # fmt: skip
+COLUMNS = ("command", "seed", "iteration", "episodes", "sampled_tokens", "seconds", "commit", "hardware", *METRICS)
+
+
+@dataclass
+class Args:
+    studies: tuple[str, ...] = tuple(STUDIES)  # which of them
+    seeds: Optional[int] = None  # seeds 1 to this, where a study has more
+    workers: int = os.cpu_count() or 1  # processes at a time
+    redraw: bool = False  # tables and figures only, from the CSV
+    runs_dir: Path = ROOT / "runs" / "compare"  # where the runs go
+    results: Path = ROOT / "benchmarks" / "results"  # where the CSV, tables and figures go
+
+
+# ---- Runs ----------------------------------------------------------------------------------------------------------
+
+
+def folder(runs_dir, command, seed):
+    return runs_dir / command.replace("/", ":").replace(" ", "_") / str(seed)
+
+
+def finished(path):
+    """Folder of the finished run under path, or None."""
+    for file in path.glob("*/wall.json"):
+        return file.parent
+
+
+def train(runs_dir, command, seed, start):
+    """Runs a command to its end, unless that was done before. Returns its error output, empty if all went well."""
+    path = folder(runs_dir, command, seed)
+    if finished(path):
+        return ""
+    file, *flags = command.split()
+    line = [f"{file}.py", *flags, "--seed", str(seed), "--runs-dir", str(path)]
+    line += ["--init-from", str(finished(start) / "checkpoint.pt")] if start else []
+    before, begin = set(path.glob("*")), time.time()
+    done = subprocess.run([sys.executable, *line], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+    if done.returncode:
+        return f"{' '.join(line)}: exit {done.returncode}\n{done.stderr[-2000:]}"
+    (run_dir,) = set(path.glob("*")) - before
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    (run_dir / "wall.json").write_text(json.dumps({
+        "seconds": time.time() - begin, "commit": commit.stdout.strip(), "hardware": hardware()}))  # fmt: skip
+    return ""
+
+
+def hardware():
+    names = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")] \
+        if Path("/proc/cpuinfo").exists() else []  # fmt: skip
+    return f"{(names or [platform.processor()])[0]}, one thread"
+
+
+def start_of(command):
+    """Command whose checkpoint this one begins with, or None where the run's own warm start belongs to the study."""
+    if "--warm-start-steps" in command or "withhold" in command or "--num-iterations 0" in command:
+        return None
+    return "reinforce --num-iterations 0" + " --num-bugs 2" * ("--num-bugs 2" in command)
+
+
+def run_studies(args):
+    runs = [(command, seed) for name in args.studies for command in STUDIES[name].runs.values()
+            for seed in range(1, seeds_of(name, args) + 1)]  # fmt: skip
+    runs = sorted(dict.fromkeys(runs), key=lambda run: run[1])  # seed by seed: a comparison cut short is still paired
+    starts = list(dict.fromkeys((start_of(command), seed) for command, seed in runs if start_of(command)))
+    for title, jobs in (("warm starts", starts), ("runs", runs)):
+        jobs = [job for job in jobs if not finished(folder(args.runs_dir, *job))]
+        begin = time.time()
+
+        def work(job):
+            start = start_of(job[0])
+            return job, train(args.runs_dir, *job, start and folder(args.runs_dir, start, job[1]))
+
+        with ThreadPoolExecutor(args.workers) as pool:
+            for n, (job, error) in enumerate(pool.map(work, jobs), 1):
+                minutes = (time.time() - begin) / 60
+                print(f"{title} {n}/{len(jobs)}: {job[0]} --seed {job[1]}, {minutes:.0f} min, "
+                      f"{minutes / n * (len(jobs) - n):.0f} min left", flush=True)  # fmt: skip
+                if error:
+                    print(error, file=sys.stderr)
+                elif title == "runs":
+                    collect(args)
+
+
+def seeds_of(name, args):
+    return min(STUDIES[name].seeds, args.seeds or STUDIES[name].seeds)
+
+
+def collect(args):
+    """Writes every finished run, of this and of earlier calls, into one CSV: a row an iteration."""
+    rows = []
+    commands = {command for study in STUDIES.values() for command in study.runs.values()}
+    for command in sorted(commands):
+        for path in sorted(folder(args.runs_dir, command, 0).parent.glob("*"), key=lambda path: int(path.name)):
+            if not (run_dir := finished(path)):
+                continue
+            wall = json.loads((run_dir / "wall.json").read_text())
+            for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
+                rows.append({
+                    "command": command, "seed": path.name, "iteration": line["iteration"],
+                    "episodes": line.get("charts/total_episodes", 0),
+                    "sampled_tokens": line.get("charts/total_tokens", 0), "seconds": round(wall["seconds"], 1),
+                    "commit": wall["commit"], "hardware": wall["hardware"],
+                } | {key: round(line[key], 5) for key in METRICS if key in line})  # fmt: skip
+    args.results.mkdir(parents=True, exist_ok=True)
+    with open(args.results / "runs.tmp", "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(args.results / "runs.tmp", args.results / "runs.csv")
+
+
+# ---- Statistics ----------------------------------------------------------------------------------------------------
+
+
+def interval(values):
+    """Mean over seeds and its 95% bootstrap interval, (mean, low, high); values (seeds, ...)."""
+    values = np.asarray(values, dtype=float)
+    draws = np.random.default_rng(0).integers(len(values), size=(10000, len(values)))
+    means = values[draws].mean(1)
+    return values.mean(0), *np.percentile(means, (2.5, 97.5), axis=0)
+
+
+def curve(rows, key):
+    """(episodes, values) of a metric in one run."""
+    pairs = [(int(row["episodes"]), float(row[key])) for row in rows if row[key]]
+    return np.array(pairs, dtype=float).reshape(-1, 2).T
+
+
+def area(episodes, values):
+    """Mean height of a curve: the area under it by its length."""
+    return np.trapezoid(values, episodes) / (episodes[-1] - episodes[0]) if len(values) > 1 else values[-1]
+
+
+def episodes_to(threshold, episodes, values):
+    """Episodes to the first evaluation from which the curve reaches the threshold, linear in between; inf if never."""
+    above = np.flatnonzero(values >= threshold)
+    if not len(above):
+        return np.inf
+    n = above[0]
+    if n == 0:
+        return episodes[0]
+    return np.interp(threshold, values[n - 1 : n + 1], episodes[n - 1 : n + 1])
+
+
+def load(args):
+    """{command: {seed: rows}} of the CSV."""
+    runs = {}
+    with open(args.results / "runs.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            runs.setdefault(row["command"], {}).setdefault(int(row["seed"]), []).append(row)
+    return runs
+
+
+# ---- Tables and figures --------------------------------------------------------------------------------------------
+
+
+def tables(name, runs):
+    """The study's tables in Markdown: what the runs end with, learning speed, and differences paired by seed."""
+    study = STUDIES[name]
+
+    def show(values, form=".3f"):
+        mean, low, high = interval(values)
+        return "" if np.isnan(mean) else f"{mean:{form}} [{low:{form}}, {high:{form}}]"
+
+    text = f"## {study.title}\n\n| | seeds | test success | min | unseen pairs | pass@8 | hack rate | tool calls "
+    text += "| area under the curve | episodes to 0.9 | seconds |\n" + "|---" * 11 + "|\n"
+    present = {label: command for label, command in study.runs.items() if command in runs}
+    for label, command in present.items():
+        seeds = runs[command]
+        last = [rows[-1] for rows in seeds.values()]
+        final = lambda key: [float(row[key] or "nan") for row in last]  # noqa: E731
+        curves = [curve(rows, "eval/success_rate") for rows in seeds.values()]
+        reached = [episodes_to(0.9, *each) for each in curves]
+        never = sum(np.isinf(reached))
+        speed = f"never on {never} of {len(reached)}" if never else show(reached, ",.0f")
+        text += (f"| {label} | {len(seeds)} | {show(final('eval/success_rate'))} "
+                 f"| {min(final('eval/success_rate')):.3f} | {show(final('eval/unseen_pairs_success_rate'))} | {show(final('eval/pass@8'))} "
+                 f"| {show(final('eval/hack_rate'))} "
+                 f"| {show(final('eval/tool_calls'), '.2f')} | {show([area(*each) for each in curves])} | {speed} "
+                 f"| {np.median(final('seconds')):.0f} |\n")  # fmt: skip
+    text += "\nPaired by seed, difference of the area under the curve and of test success at the end:\n\n"
+    labels = list(present)
+    for i, a in enumerate(labels):
+        for b in labels[i + 1 :]:
+            common = sorted(runs[present[a]].keys() & runs[present[b]].keys())
+            if "imitation" in b or not common:
+                continue
+            ends, areas = [], []
+            for seed in common:
+                first, second = (curve(runs[present[label]][seed], "eval/success_rate") for label in (a, b))
+                ends.append(first[1, -1] - second[1, -1]), areas.append(area(*first) - area(*second))
+            text += f"- {a} minus {b}: {show(areas, '+.3f')}; {show(ends, '+.3f')}\n"
+    some = next(iter(next(iter(runs.values())).values()))[-1]
+    commits = sorted({rows[-1]["commit"] for command in present.values() for rows in runs[command].values()})
+    lines = [" ".join(["python", f"{command.split()[0]}.py", *command.split()[1:]]) for command in present.values()]
+    return (f"{text}\nCommit {', '.join(commits)}; {some['hardware']} a run. Commands, each with `--seed S` and one "
+            f"start a seed: {', '.join(f'`{line}`' for line in lines)}\n")  # fmt: skip
+
+
+def figure(name, runs, args):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    study = STUDIES[name]
+    keys = dict.fromkeys(("eval/success_rate", study.metric))
+    fig, axes = plt.subplots(1, len(keys), figsize=(6.4 * len(keys), 4), squeeze=False)
+    for axis, key in zip(axes[0], keys):
+        for label, command in study.runs.items():
+            if command not in runs:
+                continue
+            curves = [curve(rows, key) for rows in runs[command].values()]
+            if curves[0].shape[1] < 2:  # no iterations: a line
+                height = np.mean([each[1, -1] for each in curves])
+                axis.axhline(height, color="gray", linestyle="--", linewidth=1)
+                axis.annotate(label, (0.99, height), xycoords=("axes fraction", "data"), fontsize=8, ha="right",
+                              va="bottom", color="gray")  # fmt: skip
+                continue
+            episodes = curves[0][0]
+            mean, low, high = interval([np.interp(episodes, *each) for each in curves])
+            (line,) = axis.plot(episodes, mean, label=f"{label} ({len(curves)} seeds)", linewidth=1.6)
+            axis.fill_between(episodes, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+        axis.set(xlabel="episodes", ylabel=key, ylim=(-0.02, 1.02))
+        axis.grid(alpha=0.3), axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=8)
+    fig.suptitle(study.title, fontsize=11)
+    fig.tight_layout()
+    for kind in ("svg", "png"):
+        fig.savefig(args.results / f"{name}.{kind}", dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    plt.close(fig)
+
+
+def main(args):
+    unknown = set(args.studies) - set(STUDIES)
+    if unknown:
+        print(f"error: --studies {' '.join(sorted(unknown))}: choose from {' '.join(STUDIES)}", file=sys.stderr)
+        sys.exit(2)
+    if not args.redraw:
+        run_studies(args)
+        collect(args)
+    runs = load(args)
+    text = ""
+    for name in STUDIES:
+        if any(command in runs for command in STUDIES[name].runs.values()):
+            text += tables(name, runs) + "\n"
+            figure(name, runs, args)
+    (args.results / "tables.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
