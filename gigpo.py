@@ -804,15 +804,14 @@ def warm_start(model, tokenizer, env_class, env_options, *, seed, steps, batch_s
         episodes = explorer_episodes(tokenizer, env_class, env_options, seed=seed, step=step, num_episodes=batch_size)
         tokens, kinds = (x.to(device) for x in episodes)
         is_target = (kinds > 0) if observations else (kinds == 1)
+        b, t = (kinds > 0).nonzero(as_tuple=True)
+        hidden = model(tokens[:, :-1], return_hidden=True)  # (B, T - 1, D)
+        nll = F.cross_entropy(model.head(hidden[b, t - 1]), tokens[b, t], reduction="none")
+        if step >= int(0.9 * steps):
+            for kind, name in enumerate(("policy", *env_class.tools), 1):
+                losses.setdefault(name, []).append(nll[kinds[b, t] == kind].detach())
         optimizer.zero_grad()
-        for rows in (kinds > 0).sum(1).argsort().split(8):  # episodes of similar length: less padding, same gradient
-            b, t = (kinds[rows] > 0).nonzero(as_tuple=True)
-            hidden = model(tokens[rows, : t.max()], return_hidden=True)
-            nll = F.cross_entropy(model.head(hidden[b, t - 1]), tokens[rows[b], t], reduction="none")
-            (nll * is_target[rows[b], t]).sum().div(is_target.sum()).backward()
-            if step >= int(0.9 * steps):
-                for kind, name in enumerate(("policy", *env_class.tools), 1):
-                    losses.setdefault(name, []).append(nll[kinds[rows[b], t] == kind].detach())
+        (nll * is_target[b, t]).sum().div(is_target.sum()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         num_tokens += int((kinds > 0).sum())

@@ -35,8 +35,12 @@ class Study(NamedTuple):
     metric: str = "eval/success_rate"  # what the figure shows, beside the table
 
 
+GRPO = "grpo --eval-every 10"
+
+
 def algorithms(flags=""):
-    return {script: f"{script} {flags}".strip() for script in SCRIPTS}
+    """Each script, evaluated after as many episodes."""
+    return {name: f"{name} --eval-every {40 if name == 'reinforce' else 10} {flags}".strip() for name in SCRIPTS}
 
 
 STUDIES = {
@@ -45,25 +49,25 @@ STUDIES = {
     "controls": Study(
         "Controls (GRPO)",
         {
-            "grpo": "grpo",
-            "rewards shuffled in the group": "benchmarks/controls shuffle",
-            "observations withheld": "benchmarks/controls withhold",
+            "grpo": GRPO,
+            "rewards shuffled in the group": "benchmarks/controls shuffle --eval-every 10",
+            "observations withheld": "benchmarks/controls withhold --eval-every 10",
             "imitation only": "grpo --num-iterations 0 --warm-start-steps 1600",
         },
     ),
     "rewards": Study(
         "What is rewarded (GRPO)",
-        {kind: f"grpo --reward {kind}".replace(" --reward hidden", "")
-         for kind in ("hidden", "public", "partial", "similarity")},
+        {"hidden": GRPO, "public": f"{GRPO} --reward public", "partial": f"{GRPO} --reward partial",
+         "similarity": f"{GRPO} --reward similarity"},
         metric="charts/hack_rate",
     ),
     "mask": Study(
         "Tool output in the loss or not (GRPO)",
         {
-            "BugFix, mask": "grpo",
-            "BugFix, no mask": "grpo --no-mask-observations",
-            "number, mask": "grpo --env-id number --warm-start-steps 100",
-            "number, no mask": "grpo --env-id number --warm-start-steps 100 --no-mask-observations",
+            "BugFix, mask": GRPO,
+            "BugFix, no mask": f"{GRPO} --no-mask-observations",
+            "number, mask": f"{GRPO} --env-id number --warm-start-steps 100",
+            "number, no mask": f"{GRPO} --env-id number --warm-start-steps 100 --no-mask-observations",
         },
     ),
 }  # fmt: skip

@@ -34,7 +34,7 @@ class Args:
 
 
 def coin_flips(K, episodes=4000):
-    """K fair coins, one a turn; heads on the first one pays 1. REINFORCE's gradient in the logits of the coins. On paper,
+    """K fair coins, one a turn; heads on the first one pays 1. REINFORCE's gradient in the coins' logits. On paper,
     with the return minus its mean as credit, the first coordinate is 1/4 without noise and each other one has mean 0
     and variance 1/16; with the reward-to-go the others are 0 and the first one, without a baseline, has variance 1/16.
     Returns [(signal, noise)] of the two."""
