@@ -79,7 +79,7 @@ COLUMNS = ("command", "seed", "iteration", "episodes", "sampled_tokens", "second
 
 @dataclass
 class Args:
-    studies: tuple[str, ...] = tuple(STUDIES)  # which of them
+    studies: tuple[str, ...] = ()  # which of them (default: all)
     seeds: Optional[int] = None  # seeds 1 to this, where a study has more
     workers: int = os.cpu_count() or 1  # processes at a time
     redraw: bool = False  # tables and figures only, from the CSV
@@ -249,11 +249,11 @@ def tables(name, runs):
         reached = [episodes_to(0.9, *each) for each in curves]
         never = sum(np.isinf(reached))
         speed = f"never on {never} of {len(reached)}" if never else show(reached, ",.0f")
-        text += (f"| {label} | {len(seeds)} | {show(final('eval/success_rate'))} "
-                 f"| {min(final('eval/success_rate')):.3f} | {show(final('eval/unseen_pairs_success_rate'))} | {show(final('eval/pass@8'))} "
-                 f"| {show(final('eval/hack_rate'))} "
-                 f"| {show(final('eval/tool_calls'), '.2f')} | {show([area(*each) for each in curves])} | {speed} "
-                 f"| {np.median(final('seconds')):.0f} |\n")  # fmt: skip
+        cells = [label, str(len(seeds)), show(final("eval/success_rate")), f"{min(final('eval/success_rate')):.3f}",
+                 show(final("eval/unseen_pairs_success_rate")), show(final("eval/pass@8")),
+                 show(final("eval/hack_rate")), show(final("eval/tool_calls"), ".2f"),
+                 show([area(*each) for each in curves]), speed, f"{np.median(final('seconds')):.0f}"]  # fmt: skip
+        text += f"| {' | '.join(cells)} |\n"
     text += "\nPaired by seed, difference of the area under the curve and of test success at the end:\n\n"
     labels = list(present)
     for i, a in enumerate(labels):
@@ -308,6 +308,7 @@ def figure(name, runs, args):
 
 
 def main(args):
+    args.studies = args.studies or tuple(STUDIES)
     unknown = set(args.studies) - set(STUDIES)
     if unknown:
         print(f"error: --studies {' '.join(sorted(unknown))}: choose from {' '.join(STUDIES)}", file=sys.stderr)

@@ -1,7 +1,6 @@
 """The two environments and the tokenizer: what they promise to a policy, and which bug breaks each promise."""
 
 import contextlib
-import importlib.util
 import io
 import itertools
 import os
@@ -545,17 +544,3 @@ def test_operations_undo_themselves_and_differ():
         assert [gym.swap(source, op) for source in results] == list(gym.FUNCTIONS.values()), op
         assert results != list(gym.FUNCTIONS.values()), f"{op} never applies"
     assert len(set(map(tuple, effects.values()))) == len(OPS) >= 7 and len(gym.FUNCTIONS) >= 8
-
-
-def test_swapped_observations_come_from_the_other_task():
-    """Catches a control that swaps the reward too, or nothing at all (benchmarks/controls.py)."""
-    spec = importlib.util.spec_from_file_location("controls", ROOT / "benchmarks" / "controls.py")
-    controls = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(controls)
-    own, other = TASK_0, bugfix_task("test", 1)
-    env = controls.SwappedEnv()
-    assert env.reset((own, other))[0] == own.issue
-    assert env.step("<call> read </call>")[0] == f"<result>{other.source}</result>"
-    env.step("<call> edit swap_minmax </call>")
-    _, reward, done, _, info = env.step("<call> submit </call>")
-    assert (reward, done, info["success"]) == (1.0, True, True)

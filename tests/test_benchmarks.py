@@ -1,0 +1,141 @@
+"""The benchmarks: controls that control for what they say, right statistics, a comparison that can be redrawn."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import grpo  # noqa: E402
+from grpo import TASK_0, BugFixEnv, bugfix_task  # noqa: E402
+
+
+def benchmark(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- Controls ----------------------------------------------------------------------------------------------------
+
+
+def test_swapped_observations_come_from_the_other_task():
+    """Catches a control that swaps the reward too, or nothing at all."""
+    own, other = TASK_0, bugfix_task("test", 1)
+    env = benchmark("controls").SwappedEnv()
+    assert env.reset((own, other))[0] == own.issue
+    assert env.step("<call> read </call>")[0] == f"<result>{other.source}</result>"
+    env.step("<call> edit swap_minmax </call>")
+    _, reward, done, _, info = env.step("<call> submit </call>")
+    assert (reward, done, info["success"]) == (1.0, True, True)
+
+
+def test_withheld_observations_say_nothing():
+    """Catches a control that still shows something, or that takes the reward away too."""
+    env = benchmark("controls").WithheldEnv()
+    assert env.reset(TASK_0)[0] == TASK_0.issue
+    calls = ["read", "test", "nonsense", "edit swap_minmax", "submit"]
+    results = [env.step(f"<call> {call} </call>") for call in calls]
+    assert {observation for observation, *_ in results} == {"<result></result>"}
+    assert results[-1][1] == 1.0 and results[-1][4]["success"]
+    assert set(grpo.PIECES.findall("<result></result>")) <= set(BugFixEnv.vocabulary())
+
+
+def test_shuffled_rewards_stay_in_their_group():
+    """Catches a control that moves rewards to another group, whose mean they would change, or moves nothing."""
+    group_ids = torch.tensor([0, 1] * 6)  # not in order
+    rewards = torch.arange(24.0).view(12, 2)
+    batch = grpo.Batch(*[None] * 6, None, None, None, None, None)._replace(
+        tokens=torch.ones(12, 3), rewards=rewards, group_ids=group_ids)  # fmt: skip
+    shuffled = benchmark("controls").shuffled(lambda: batch)().rewards
+    assert not torch.equal(shuffled, rewards)
+    for group in (0, 1):
+        ours, theirs = shuffled[group_ids == group], rewards[group_ids == group]
+        assert sorted(ours.tolist()) == sorted(theirs.tolist())
+
+
+# ---- Signal and noise --------------------------------------------------------------------------------------------
+
+
+def test_coin_flips_are_those_of_the_paper():
+    """Catches a baseline, a credit or a sign that is wrong in REINFORCE: the numbers are known in closed form."""
+    for K in (2, 9):
+        (signal, noise), (turn_signal, turn_noise) = benchmark("signal_to_noise").coin_flips(K)
+        assert signal == pytest.approx(1 / 16, rel=0.02) and noise == pytest.approx((K - 1) / 16, rel=0.03)
+        assert turn_signal == pytest.approx(1 / 16, rel=0.06) and turn_noise == pytest.approx(1 / 16, rel=0.03)
+
+
+def test_gradients_are_those_of_the_whole_batch():
+    """Catches micro-batches in a denominator, rows mixed up by sorting, or a scheme that gets another's advantages."""
+    module = benchmark("signal_to_noise")
+    torch.manual_seed(0)
+    tokenizer = grpo.Tokenizer(BugFixEnv.vocabulary())
+    model = grpo.TinyAgent(len(tokenizer.words), d_model=16, n_layers=1, n_heads=2)
+    tasks = [bugfix_task("train", i // 2) for i in range(6)]
+    batch = grpo.rollout(model, tokenizer, [BugFixEnv(max_turns=2) for _ in tasks], tasks, torch.arange(6) // 2,
+                         grpo.draw_uniforms(1, 1, 6, 12), temperature=1.0, context_length=400)  # fmt: skip
+    batch = batch._replace(rewards=torch.arange(12.0).view(6, 2))
+    values = torch.randn_like(batch.loss_mask)
+    found = module.schemes(batch, values)
+    assert len({tuple(A.flatten().tolist()) for A in found.values()}) == len(found), "two schemes are the same"
+    each = module.gradients(model, batch, found, episodes=4)
+    for name, A in found.items():
+        logprobs, _, _ = grpo.score(model, batch.tokens, batch.loss_mask, 1.0)
+        objective = (A * batch.loss_mask * logprobs).sum() / 6
+        expected = torch.cat([g.flatten() for g in torch.autograd.grad(objective, list(model.parameters()))])
+        assert torch.allclose(each[name], expected, atol=1e-5), name
+
+
+# ---- The comparison ----------------------------------------------------------------------------------------------
+
+
+def test_statistics():
+    """Catches an interval over the wrong axis, an area that depends on the spacing, a threshold met too early."""
+    compare = benchmark("compare")
+    mean, low, high = compare.interval([[0.0, 1.0], [1.0, 1.0]] * 10)
+    assert mean.tolist() == [0.5, 1.0] and low[1] == high[1] == 1.0 and 0.2 < low[0] < 0.4 < 0.6 < high[0] < 0.8
+    episodes, values = np.array([0.0, 100.0, 400.0]), np.array([0.0, 0.8, 1.0])
+    assert compare.area(episodes, values) == pytest.approx((100 * 0.4 + 300 * 0.9) / 400)
+    assert compare.episodes_to(0.9, episodes, values) == pytest.approx(250)
+    assert compare.episodes_to(0.4, episodes, values) == pytest.approx(50)
+    assert compare.episodes_to(0.0, episodes, values) == 0 and np.isinf(compare.episodes_to(1.1, episodes, values))
+
+
+def test_a_comparison_trains_what_is_missing_and_redraws_without(tmp_path, monkeypatch, capsys):
+    """Catches a study that trains again what was done, starts its algorithms from different policies, loses a run in
+    the CSV, or needs the runs to draw."""
+    pytest.importorskip("matplotlib")
+    compare = benchmark("compare")
+    tiny = ("--env-id number --num-iterations 2 --num-groups 2 --group-size 2 --eval-tasks 8 --eval-every 1 "
+            "--d-model 16 --num-minibatches 1")  # fmt: skip
+    study = compare.Study("Tiny", {"a": f"grpo {tiny}", "b": f"gigpo {tiny}"}, seeds=1)
+    monkeypatch.setattr(compare, "STUDIES", {"tiny": study})
+    monkeypatch.setattr(compare, "start_of", lambda command: None if "--num-iterations 0" in command else
+                        "reinforce --num-iterations 0 --env-id number --eval-tasks 8 --d-model 16 "
+                        "--warm-start-steps 40 --warm-start-learning-rate 0.02")  # fmt: skip
+    args = compare.Args(studies=("tiny",), workers=2, runs_dir=tmp_path / "runs", results=tmp_path / "results")
+    compare.main(args)
+    files = sorted((tmp_path / "runs").glob("*/*/*/metrics.jsonl"))
+    assert len(files) == 3, "a start, two runs"
+    starts = [json.loads(file.read_text().splitlines()[0])["start/success_rate"] for file in files]
+    assert starts[0] == starts[1] == starts[2] > 0, "algorithms start apart"
+    table = (tmp_path / "results" / "tables.md").read_text()
+    assert "| a | 1 |" in table and "a minus b" in table and "python gigpo.py --env-id number" in table
+    before = {file: file.stat().st_mtime_ns for file in files}
+    compare.main(args)
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").glob("*/*/*/metrics.jsonl")} == before
+    redraw = compare.Args(redraw=True, runs_dir=tmp_path / "none", results=tmp_path / "results")
+    (tmp_path / "results" / "tiny.svg").unlink()
+    compare.main(redraw)
+    assert (tmp_path / "results" / "tables.md").read_text() == table
+    assert all((tmp_path / "results" / f"tiny.{kind}").stat().st_size > 1000 for kind in ("svg", "png"))
+    with pytest.raises(SystemExit):
+        compare.main(compare.Args(studies=("nonsense",)))
+    assert "error: --studies nonsense: choose from tiny" in capsys.readouterr().err
