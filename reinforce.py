@@ -78,7 +78,7 @@ class Args:
     init_from: Optional[Path] = None  # checkpoint to begin with, instead of the warm start
     resume: Optional[Path] = None  # checkpoint of a run to go on with, in that run's folder
     runs_dir: Path = Path("runs")  # folder of the runs
-    micro_batch_size: int = 16  # episodes in a forward pass of the update: speed and memory, not the objective
+    micro_batch_size: Optional[int] = None  # episodes in a forward pass of the update (None: by their length): speed
     d_model: int = 64  # width of the model
     n_layers: int = 2  # its blocks
     n_heads: int = 2  # its attention heads
@@ -1191,6 +1191,7 @@ def train(args):
         if world_size > 1:
             batch = gather(batch, device)
         rollout_seconds = time.time() - iteration_start
+        micro_batch_size = args.micro_batch_size or max(16, 2048 // batch.tokens.shape[1])
 
         # (2) Mask: which tokens are trained, the sampled ones; with --no-mask-observations what the tools wrote too
         loss_mask = batch.loss_mask
@@ -1198,7 +1199,7 @@ def train(args):
             loss_mask = (batch.turn_ids >= 0).float()
             with torch.no_grad():  # log pi_old of what the policy did not sample
                 logprobs = torch.cat([score(model, *rows, args.temperature)[0] for rows in zip(
-                    batch.tokens.split(args.micro_batch_size), loss_mask.split(args.micro_batch_size))])  # fmt: skip
+                    batch.tokens.split(micro_batch_size), loss_mask.split(micro_batch_size))])  # fmt: skip
             batch = batch._replace(logprobs=torch.where(batch.loss_mask > 0, batch.logprobs, logprobs))
         if args.filter_truncated:
             cut = torch.tensor([i["truncated"] or i["end"] == "turn_limit" for i in batch.infos], device=device)
@@ -1219,7 +1220,7 @@ def train(args):
             sums = {"losses/grad_norm": torch.zeros((), device=device)}
             optimizer.zero_grad()
             order = (batch.lengths[mb_inds] + 10**6 * has_signal[mb_inds]).argsort()[rank::world_size]
-            for micro in order.split(args.micro_batch_size):
+            for micro in order.split(micro_batch_size):
                 inds = mb_inds[micro]
                 length = batch.lengths[inds].max()
                 tokens, mask = batch.tokens[inds, :length], loss_mask[inds, :length]

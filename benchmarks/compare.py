@@ -32,10 +32,12 @@ class Study(NamedTuple):
     title: str
     runs: dict  # label: command line without --seed, whose first word is a file without .py
     seeds: int = 5
-    metric: str = "eval/success_rate"  # what the figure shows, beside the table
+    metric: str = "eval/success_rate"  # what the figure shows beside test success
+    references: tuple = ()  # (label, command or number of bugs) of dashed lines: a run's end, an agent of random calls
 
 
 GRPO = "grpo --eval-every 10"
+IMITATION = "grpo --num-iterations 0 --warm-start-steps 1600"  # as long as the whole of an RL run
 
 
 def algorithms(flags=""):
@@ -44,15 +46,16 @@ def algorithms(flags=""):
 
 
 STUDIES = {
-    "one-bug": Study("BugFix, one bug", algorithms(), seeds=10),
-    "two-bugs": Study("BugFix, two bugs", algorithms("--num-bugs 2"), seeds=10),
+    "one-bug": Study("BugFix, one bug", algorithms(), seeds=10,
+                     references=(("imitation only, as long", IMITATION), ("random calls", 1))),
+    "two-bugs": Study("BugFix, two bugs", algorithms("--num-bugs 2"), seeds=10, references=(("random calls", 2),)),
     "controls": Study(
         "Controls (GRPO)",
         {
             "grpo": GRPO,
             "rewards shuffled in the group": "benchmarks/controls shuffle --eval-every 10",
             "observations withheld": "benchmarks/controls withhold --eval-every 10",
-            "imitation only": "grpo --num-iterations 0 --warm-start-steps 1600",
+            "imitation only": IMITATION,
         },
     ),
     "rewards": Study(
@@ -218,6 +221,21 @@ def episodes_to(threshold, episodes, values):
     return np.interp(threshold, values[n - 1 : n + 1], episodes[n - 1 : n + 1])
 
 
+def random_agent(num_bugs, num_tasks=512):
+    """Success on the test tasks of calls drawn uniformly from read, test, submit and every edit."""
+    sys.path.insert(0, str(ROOT))
+    from bugfix_env import MENU, BugFixEnv
+
+    calls, rng, solved = ["read", "test", "submit", *(f"edit {op}" for op in MENU)], np.random.default_rng(0), 0
+    for i in range(num_tasks):
+        env, done = BugFixEnv(num_bugs=num_bugs), False
+        env.reset(BugFixEnv.task("test", i, num_bugs))
+        while not done:
+            _, _, done, _, info = env.step(f"<call> {calls[rng.integers(len(calls))]} </call>")
+        solved += info["success"]
+    return solved / num_tasks
+
+
 def load(args):
     """{command: {seed: rows}} of the CSV."""
     runs = {}
@@ -283,23 +301,32 @@ def figure(name, runs, args):
     keys = dict.fromkeys(("eval/success_rate", study.metric))
     fig, axes = plt.subplots(1, len(keys), figsize=(6.4 * len(keys), 4), squeeze=False)
     for axis, key in zip(axes[0], keys):
+        heights = {"oracle": 1.0} if study.references else {}
         for label, command in study.runs.items():
             if command not in runs:
                 continue
             curves = [curve(rows, key) for rows in runs[command].values()]
             if curves[0].shape[1] < 2:  # no iterations: a line
-                height = np.mean([each[1, -1] for each in curves])
-                axis.axhline(height, color="gray", linestyle="--", linewidth=1)
-                axis.annotate(label, (0.99, height), xycoords=("axes fraction", "data"), fontsize=8, ha="right",
-                              va="bottom", color="gray")  # fmt: skip
+                heights[label] = np.mean([each[1, -1] for each in curves])
                 continue
             episodes = curves[0][0]
             mean, low, high = interval([np.interp(episodes, *each) for each in curves])
             (line,) = axis.plot(episodes, mean, label=f"{label} ({len(curves)} seeds)", linewidth=1.6)
             axis.fill_between(episodes, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+            if study.references:
+                heights["start"] = mean[0]
+        for label, source in study.references:
+            if isinstance(source, int):
+                heights[label] = random_agent(source)
+            elif source in runs:
+                heights[label] = np.mean([float(rows[-1][key]) for rows in runs[source].values()])
+        for label, height in heights.items():
+            axis.axhline(height, color="gray", linestyle="--", linewidth=1)
+            axis.annotate(label, (0.99, height), xycoords=("axes fraction", "data"), fontsize=8, ha="right",
+                          va="top" if label == "oracle" else "bottom", color="gray")  # fmt: skip
         axis.set(xlabel="episodes", ylabel=key, ylim=(-0.02, 1.02))
         axis.grid(alpha=0.3), axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8)
+        axis.legend(frameon=False, fontsize=8, loc="center right" if study.references else "best")
     fig.suptitle(study.title, fontsize=11)
     fig.tight_layout()
     for kind in ("svg", "png"):
@@ -319,7 +346,7 @@ def main(args):
     runs = load(args)
     text = ""
     for name in STUDIES:
-        if any(command in runs for command in STUDIES[name].runs.values()):
+        if sum(command in runs for command in STUDIES[name].runs.values()) > 1:
             text += tables(name, runs) + "\n"
             figure(name, runs, args)
     (args.results / "tables.md").write_text(text)

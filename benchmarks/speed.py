@@ -9,8 +9,9 @@
 
 Prints medians over the iterations, minimum and maximum beside them. The machine's own fp32 matrix rate is measured
 between the iterations, at 1024 cubed and at the model's shapes: compare machines by the ratio to it, not by seconds.
-Arithmetic is counted as two operations a weight and token, three times that with the backward pass, plus attention;
-padding does not count. Let nothing else run: a second process on the same cores costs two threads far more than half.
+Arithmetic is counted as two operations a weight and token, three times that with the backward pass, plus attention:
+what is needed, without padding, and in the last block beyond keys and values only where a token was sampled. Let
+nothing else run: a second process on the same cores costs two threads far more than half.
 """
 
 import json
@@ -120,9 +121,12 @@ def main(args):
         batch = rollout(model, *inputs, **options)
         seen[-1] |= {"open": False, "rollout": now(device) - start, "episodes": len(batch.tokens),
                      "sampled": int(batch.loss_mask.sum()), "lengths": batch.lengths.tolist(),
+                     "positions": int(batch.loss_mask.nonzero()[:, 1].sum()),
                      "env": sum(info["env_seconds"] for info in batch.infos)}  # fmt: skip
+        start = now(device)
         rates["1024 cubed"].append(matrix_rate(device, 1024, 1024, 1024))
         rates["model"].append(matrix_rate(device, 2048, d_model, 4 * d_model))
+        seen[-1]["matrices"] = now(device) - start  # the script's own clock runs on
         return batch
 
     def spy_score(model, tokens, *inputs):
@@ -150,8 +154,10 @@ def main(args):
         print(f"{name:<52} {statistics.median(values):>12,.4g} {unit}  [{min(values):,.4g} - {max(values):,.4g}]")
 
     def operations(record):  # of one forward pass over the episodes' tokens
-        attention = sum(2 * length * (length + 1) for length in record["lengths"]) * d_model * len(model.blocks)
-        return 2 * weights * sum(record["lengths"]) + attention + 2 * head * record["sampled"]
+        tokens, sampled, block = sum(record["lengths"]), record["sampled"], weights / len(model.blocks)
+        attention = sum(2 * length * (length + 1) for length in record["lengths"]) * d_model  # of a block
+        last = 2 * d_model**2 * 3 * tokens + 2 * (block - 3 * d_model**2) * sampled + 4 * d_model * record["positions"]
+        return (len(model.blocks) - 1) * (2 * block * tokens + attention) + last + 2 * head * sampled
 
     rate = statistics.median(rates["model"])
     hardware = torch.cuda.get_device_name() if args.cuda else f"{torch.get_num_threads()} CPU threads"
@@ -170,7 +176,7 @@ def main(args):
     show("update with reference, share of the matrix rate",
          [4 * operations(r) / u["time/update"] / rate for r, u in pairs], "")  # fmt: skip
     show("rollout and update, episodes a second",
-         [r["episodes"] / (u["time/rollout"] + u["time/update"]) for r, u in pairs], "")  # fmt: skip
+         [r["episodes"] / (u["time/rollout"] - r["matrices"] + u["time/update"]) for r, u in pairs], "")  # fmt: skip
     faults = [b["faults"] - a["faults"] for a, b in zip(seen, seen[1:])]
     show("page faults an iteration", faults, "")
     peak = torch.cuda.max_memory_allocated() if args.cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
