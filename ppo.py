@@ -1305,7 +1305,8 @@ def train(args):
                         ref_logprobs, _, _ = score(reference, tokens, mask, args.temperature)
                 with torch.set_grad_enabled(bool(has_signal[inds].any())):
                     newlogprobs, entropy, hidden = score(model, tokens, mask, args.temperature)
-                    newvalues = torch.zeros_like(mask).index_put(mask.nonzero(as_tuple=True), value_head(hidden)[:, 0])
+                    places = mask.nonzero(as_tuple=True)
+                    newvalues = torch.zeros_like(newlogprobs).index_put(places, value_head(hidden)[:, 0])
                     loss, micro_sums = compute_loss(
                         newlogprobs, newvalues, entropy, batch.logprobs[inds, :length], values[inds, :length],
                         advantages[inds, :length], returns[inds, :length], mask, weights[micro, :length], ref_logprobs,

@@ -35,7 +35,7 @@ EXCEPTIONS = {  # shared flags that may have another type, default or help, and 
     "baseline": "REINFORCE also goes without a baseline or takes the batch's; GRPO and GiGPO have groups only",
 }
 INSERTED = {  # lines that the second adds to the first
-    ("reinforce.py", "ppo.py"): 135,
+    ("reinforce.py", "ppo.py"): 136,
     ("reinforce.py", "grpo.py"): 62,
     ("grpo.py", "gigpo.py"): 38,
 }

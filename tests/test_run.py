@@ -959,10 +959,10 @@ def test_only_training_tasks_train(script, tmp_path, monkeypatch):
 
 def test_it_learns(script, tmp_path):
     """Catches a sign, a mask or an alignment that is wrong although every number stays finite. Sampled success on the
-    hidden number, mean over the last 768 of 4096 episodes with the default flags, from a shorter warm start: 0.25 to
-    0.5 on three seeds; with a learning rate of nothing it stays where it was."""
+    hidden number, mean over the last 768 of 4096 episodes with the default flags, from a shorter warm start: 0.33 to
+    0.38; with a learning rate of nothing it stays where it was."""
     path = tmp_path / "start.pt"
-    tinyagent.main(tinyagent.Args(env_id="number", warm_start_steps=150, output=path))
+    tinyagent.main(tinyagent.Args(env_id="number", warm_start_steps=300, output=path))
     ends = []
     steps = 32 // script.Args.num_groups  # iterations of smaller batches for one of the others
     for learning_rate, iterations in [(script.Args.learning_rate, 16 * steps), (1e-9, 3 * steps)]:
