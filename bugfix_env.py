@@ -191,7 +191,7 @@ class BugFixEnv:
 
     stop, turn_tokens = " </call>", 6  # a turn ends with this token, or when its tokens are spent
     tools = ("read", "test", "edit", "submit")
-    tool_cost, malformed = 0.0, "error"  # defaults
+    tool_cost, malformed, warm_start_batch_size = 0.0, "error", 16  # defaults
     max_prompt, max_observation = 32, 160  # tokens; `python bugfix_env.py --check` holds every task to them
 
     def __init__(self, *, max_turns=None, num_bugs=1, reward="hidden", tool_cost=0.0, process_reward=0.0,
@@ -339,7 +339,7 @@ class NumberEnv:
 
     stop, turn_tokens = None, 2
     tools = ("call", "ans")
-    tool_cost, malformed = 0.05, "end"  # defaults
+    tool_cost, malformed, warm_start_batch_size = 0.05, "end", 40  # defaults
     max_prompt, max_observation = 2, 2
 
     def __init__(self, *, max_turns=None, num_bugs=1, reward="hidden", tool_cost=0.05, process_reward=0.0,

@@ -71,7 +71,7 @@ class Args:
     mask_observations: bool = True  # keep tool output out of the loss; the ablation trains on it too
     filter_truncated: bool = False  # no loss on episodes out of turns or context; they still count in the baseline
     warm_start_steps: int = 400  # gradient steps of imitation before the first iteration
-    warm_start_batch_size: int = 16  # explorer episodes in such a step
+    warm_start_batch_size: Optional[int] = None  # explorer episodes in such a step (None: BugFix 16, hidden number 40)
     warm_start_learning_rate: float = 6e-3  # peak learning rate of the imitation
     warm_start_observations: bool = True  # imitate tool output too; otherwise only the explorer's own tokens
     eval_every: int = 25  # iterations between evaluations
@@ -264,7 +264,7 @@ class BugFixEnv:
 
     stop, turn_tokens = " </call>", 6  # a turn ends with this token, or when its tokens are spent
     tools = ("read", "test", "edit", "submit")
-    tool_cost, malformed = 0.0, "error"  # defaults
+    tool_cost, malformed, warm_start_batch_size = 0.0, "error", 16  # defaults
     max_prompt, max_observation = 32, 160  # tokens; `python bugfix_env.py --check` holds every task to them
 
     def __init__(self, *, max_turns=None, num_bugs=1, reward="hidden", tool_cost=0.0, process_reward=0.0,
@@ -412,7 +412,7 @@ class NumberEnv:
 
     stop, turn_tokens = None, 2
     tools = ("call", "ans")
-    tool_cost, malformed = 0.05, "end"  # defaults
+    tool_cost, malformed, warm_start_batch_size = 0.05, "end", 40  # defaults
     max_prompt, max_observation = 2, 2
 
     def __init__(self, *, max_turns=None, num_bugs=1, reward="hidden", tool_cost=0.05, process_reward=0.0,
@@ -1189,7 +1189,8 @@ def train(args):
         metrics = {}
         if not args.init_from:
             metrics = warm_start(model, tokenizer, env_class, env_options, seed=args.seed, steps=args.warm_start_steps,
-                                 batch_size=args.warm_start_batch_size, learning_rate=args.warm_start_learning_rate,
+                                 batch_size=args.warm_start_batch_size or env_class.warm_start_batch_size,
+                                 learning_rate=args.warm_start_learning_rate,
                                  observations=args.warm_start_observations, device=device)  # fmt: skip
             report("warm start", metrics)
         described = describe_start(model, tokenizer, env_class, env_options, group_size=args.group_size,

@@ -241,7 +241,7 @@ class Args:
     cuda: bool = False  # run on the GPU; without one the script stops
     env_id: Literal["bugfix", "number"] = "bugfix"  # BugFix gym or hidden number
     warm_start_steps: int = 400  # gradient steps
-    warm_start_batch_size: int = 16  # explorer episodes in a step
+    warm_start_batch_size: int | None = None  # explorer episodes in a step (None: BugFix 16, hidden number 40)
     warm_start_learning_rate: float = 6e-3  # peak learning rate
     warm_start_observations: bool = True  # imitate tool output too; otherwise only the explorer's own tokens
     d_model: int = 64  # width of the model
@@ -283,8 +283,9 @@ def main(args):
     model = TinyAgent(len(tokenizer.words), **sizes).to(device)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer.words)} words")
     metrics = warm_start(model, tokenizer, env_class, env_options, seed=args.seed, steps=args.warm_start_steps,
-                         batch_size=args.warm_start_batch_size, learning_rate=args.warm_start_learning_rate,
-                         observations=args.warm_start_observations, device=device)  # fmt: skip
+                         batch_size=args.warm_start_batch_size or env_class.warm_start_batch_size,
+                         learning_rate=args.warm_start_learning_rate, observations=args.warm_start_observations,
+                         device=device)  # fmt: skip
     print("  ".join(f"{key.removeprefix('warm_start/')} {value:.4g}" for key, value in metrics.items()))
     env, task = env_class(**env_options), env_class.task("dev", 0)
     for who, text in sample_episode(model, tokenizer, env, task, seed=args.seed):

@@ -323,10 +323,10 @@ def figure(name, runs, args):
         for label, height in heights.items():
             axis.axhline(height, color="gray", linestyle="--", linewidth=1)
             axis.annotate(label, (0.99, height), xycoords=("axes fraction", "data"), fontsize=8, ha="right",
-                          va="top" if label == "oracle" else "bottom", color="gray")  # fmt: skip
-        axis.set(xlabel="episodes", ylabel=key, ylim=(-0.02, 1.02))
+                          va="bottom", color="gray")  # fmt: skip
+        axis.set(xlabel="episodes", ylabel=key, ylim=(-0.02, 1.07))
         axis.grid(alpha=0.3), axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8, loc="center right" if study.references else "best")
+        axis.legend(frameon=False, fontsize=8, loc=(0.6, 0.12) if study.references else "best")
     fig.suptitle(study.title, fontsize=11)
     fig.tight_layout()
     for kind in ("svg", "png"):

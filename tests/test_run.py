@@ -962,7 +962,7 @@ def test_it_learns(script, tmp_path):
     hidden number, mean over the last 768 of 4096 episodes with the default flags, from a shorter warm start: 0.33 to
     0.38; with a learning rate of nothing it stays where it was."""
     path = tmp_path / "start.pt"
-    tinyagent.main(tinyagent.Args(env_id="number", warm_start_steps=300, output=path))
+    tinyagent.main(tinyagent.Args(env_id="number", warm_start_steps=150, output=path))
     ends = []
     steps = 32 // script.Args.num_groups  # iterations of smaller batches for one of the others
     for learning_rate, iterations in [(script.Args.learning_rate, 16 * steps), (1e-9, 3 * steps)]:
