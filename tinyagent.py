@@ -1,9 +1,9 @@
-"""TinyAgent: a transformer of some 200 thousand parameters that reads and writes the text of a tool-using episode.
+"""TinyAgent: a transformer of some 130 thousand parameters that reads and writes the text of a tool-using episode.
 
 Trains it from nothing to imitate a scripted explorer, which knows the tools but no answer, prints an episode sampled
 from it and saves a checkpoint: the starting policy of the reinforcement learning scripts, for their --init-from.
 
-    python tinyagent.py                                        # a minute or two on a CPU
+    python tinyagent.py                                        # half a minute on two CPU cores
     python grpo.py --init-from runs/tinyagent__bugfix__1.pt
 
 Shapes: B episodes, T tokens, V vocabulary, D width, L blocks, H heads, S cache slots.
