@@ -73,10 +73,21 @@ STUDIES = {
             "number, no mask": f"{GRPO} --env-id number --warm-start-steps 100 --no-mask-observations",
         },
     ),
+    "signal": Study(  # the policies whose gradients signal_to_noise.py measures
+        "Signal and noise of the gradient",
+        {
+            "start": "reinforce --num-iterations 0",
+            "middle": f"{GRPO} --num-iterations 15",
+            "late": GRPO,
+            "number, start": "grpo --env-id number --warm-start-steps 100 --num-iterations 0",
+        },
+        seeds=3,
+    ),
 }  # fmt: skip
 METRICS = ("charts/success_rate", "charts/hack_rate", "charts/tool_calls", "charts/episodic_length", "losses/entropy",
            "eval/success_rate", "eval/pass@8", "eval/unseen_pairs_success_rate", "eval/hack_rate",
            "eval/tool_calls")  # fmt: skip
+LABELS = ("policy", "seed", "scheme")  # columns of signal.csv that are no numbers
 COLUMNS = ("command", "seed", "iteration", "episodes", "sampled_tokens", "seconds", "commit", "hardware", *METRICS)
 
 
@@ -158,6 +169,35 @@ def run_studies(args):
                     print(error, file=sys.stderr)
                 elif title == "runs":
                     collect(args)
+
+
+def measure_signal(args):
+    """signal_to_noise.py on each policy of the study, beside its checkpoint; all of them into signal.csv."""
+    done = {}
+    for label, command in STUDIES["signal"].runs.items():
+        for seed in range(1, seeds_of("signal", args) + 1):
+            if run_dir := finished(folder(args.runs_dir, command, seed)):
+                done[label, seed] = run_dir
+
+    def work(run_dir):
+        if not (run_dir / "signal.csv").exists():
+            print(f"signal and noise: {run_dir}", flush=True)
+            subprocess.run([sys.executable, "benchmarks/signal_to_noise.py", run_dir / "checkpoint.pt", "--csv",
+                            run_dir / "signal.csv"], cwd=ROOT, stdout=subprocess.DEVNULL, check=True,
+                           env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+
+    with ThreadPoolExecutor(args.workers) as pool:
+        list(pool.map(work, done.values()))
+    rows = []
+    for (label, seed), run_dir in done.items():
+        with open(run_dir / "signal.csv", newline="") as file:
+            rows += [{"policy": label, "seed": seed} | row for row in csv.DictReader(file)]
+    for row in rows:
+        del row["checkpoint"]
+    with open(args.results / "signal.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def seeds_of(name, args):
@@ -291,6 +331,29 @@ def tables(name, runs):
             f"start a seed: {', '.join(f'`{line}`' for line in lines)}\n")  # fmt: skip
 
 
+def signal_table(args):
+    """What signal.csv says of each scheme at each policy, mean over seeds with its interval."""
+    with open(args.results / "signal.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    text = f"## {STUDIES['signal'].title}\n"
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        table = {}  # scheme: rows, one a seed
+        for row in rows:
+            if row["policy"] == policy:
+                table.setdefault(row["scheme"], []).append({k: float(row[k]) for k in row if k not in LABELS})
+        column = lambda scheme, key: np.array([row[key] for row in table[scheme]])  # noqa: E731
+        show = lambda values: "{:.3g} [{:.3g}, {:.3g}]".format(*interval(values))  # noqa: E731
+        text += (f"\n{policy}: success {show(column('return', 'success'))}, informative groups "
+                 f"{show(column('return', 'informative_groups'))}, {len(table['return'])} seeds\n\n"
+                 "| scheme | noise / signal | cosine | length | tokens an episode | log-probability |\n"
+                 "|---|---|---|---|---|---|\n")  # fmt: skip
+        for scheme in table:
+            ratio = column(scheme, "noise") / column(scheme, "signal")
+            cells = [ratio, *(column(scheme, key) for key in ("cosine", "norm", "tokens", "logprob"))]
+            text += f"| {scheme} | {' | '.join(map(show, cells))} |\n"
+    return text
+
+
 def figure(name, runs, args):
     import matplotlib
 
@@ -343,10 +406,14 @@ def main(args):
     if not args.redraw:
         run_studies(args)
         collect(args)
+        if "signal" in args.studies:
+            measure_signal(args)
     runs = load(args)
     text = ""
     for name in STUDIES:
-        if sum(command in runs for command in STUDIES[name].runs.values()) > 1:
+        if name == "signal":
+            text += signal_table(args) if (args.results / "signal.csv").exists() else ""
+        elif sum(command in runs for command in STUDIES[name].runs.values()) > 1:
             text += tables(name, runs) + "\n"
             figure(name, runs, args)
     (args.results / "tables.md").write_text(text)

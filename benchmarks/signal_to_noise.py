@@ -6,6 +6,8 @@
 For each checkpoint, the policy gradient of each credit scheme on many batches that share their episodes. Unbiased over
 the batches: signal, the squared length of the mean gradient; noise, the expected squared distance of one batch's
 gradient from it. Cosine: of one batch's gradient with the mean of the leave-one-out gradient over the other batches.
+The last row is what --no-mask-observations adds: the leave-one-out advantage on the tokens that the tools wrote. For
+both kinds of token: how many an episode has, their mean log-probability, the length of one batch's gradient.
 """
 
 import csv
@@ -21,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import gigpo  # noqa: E402
 import ppo  # noqa: E402
 import reinforce  # noqa: E402
-from reinforce import BugFixEnv, TinyAgent, Tokenizer, longest_episode  # noqa: E402
+from reinforce import ENVS, TinyAgent, Tokenizer, longest_episode  # noqa: E402
 
 
 @dataclass
 class Args:
-    checkpoints: tyro.conf.Positional[tuple[Path, ...]] = ()  # checkpoint.pt files of BugFix runs
+    checkpoints: tyro.conf.Positional[tuple[Path, ...]] = ()  # checkpoint.pt files of runs
     batches: int = 32  # batches a checkpoint
     num_groups: int = 32  # groups in a batch
     group_size: int = 8  # episodes in a group
@@ -55,22 +57,31 @@ def coin_flips(K, episodes=4000):
 
 
 def load_policy(path):
+    """(model, tokenizer, environment class, its options) of a checkpoint."""
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    flags, tokenizer = checkpoint["args"], Tokenizer(BugFixEnv.vocabulary())
+    flags = checkpoint["args"]
+    env_class, num_bugs = ENVS[flags["env_id"]], flags["num_bugs"]
+    tokenizer = Tokenizer(env_class.vocabulary())
     model = TinyAgent(len(tokenizer.words), **{name: flags[name] for name in ("d_model", "n_layers", "n_heads")})
     model.load_state_dict(checkpoint["model"])
-    num_bugs = flags["num_bugs"]
-    return model, tokenizer, dict(max_turns=flags["max_turns"] or BugFixEnv.default_turns(num_bugs), num_bugs=num_bugs)
+    return model, tokenizer, env_class, {
+        "max_turns": flags["max_turns"] or env_class.default_turns(num_bugs), "num_bugs": num_bugs}  # fmt: skip
+
+
+def leave_one_out(batch, mask, credit="episode"):
+    return reinforce.compute_advantages(batch.rewards, batch.turn_ids, mask, batch.group_ids, credit=credit, gamma=1.0,
+                                        baseline="loo")  # fmt: skip
 
 
 def schemes(batch, values):
-    """{credit scheme: advantages (B, T)} of one batch; values: the critic's, of the state before each token. Only the
-    last turn pays in BugFix, so that reward-to-go and return are the same."""
+    """{credit scheme: advantages (B, T)} of one batch; values: the critic's, of the state before each token."""
+    episode = dict(credit="episode", gamma=1.0)
     returns = (batch.rewards, batch.turn_ids, batch.loss_mask, batch.group_ids)
     found = {
-        "return": reinforce.compute_advantages(*returns, credit="episode", gamma=1.0, baseline="none"),
-        "return - batch mean": reinforce.compute_advantages(*returns, credit="episode", gamma=1.0, baseline="batch"),
-        "return - leave-one-out": reinforce.compute_advantages(*returns, credit="episode", gamma=1.0, baseline="loo"),
+        "return": reinforce.compute_advantages(*returns, baseline="none", **episode),
+        "return - batch mean": reinforce.compute_advantages(*returns, baseline="batch", **episode),
+        "return - leave-one-out": leave_one_out(batch, batch.loss_mask),
+        "reward-to-go - leave-one-out": leave_one_out(batch, batch.loss_mask, credit="turn"),
     }
     turn_mask = torch.arange(batch.rewards.shape[1]) < torch.tensor([[len(states)] for states in batch.anchors])
     step = gigpo.step_advantages(gigpo.returns_to_go(batch.rewards, gamma=0.95), turn_mask, batch.anchors,
@@ -84,59 +95,74 @@ def schemes(batch, values):
     return found
 
 
-def gradients(model, batch, advantages, episodes=32):
-    """The policy gradient of each scheme on the batch, {scheme: (P,)}: ascent on the mean of A log pi over episodes."""
-    parameters, total = list(model.parameters()), {}
+def gradients(model, batch, mask, advantages, episodes=32):
+    """The policy gradient of each scheme on the batch, {scheme: (P,)}: ascent on the mean over episodes of A log pi,
+    summed over the tokens in mask. Also the mean log-probability of these tokens."""
+    parameters, total, logprob = list(model.parameters()), {}, 0.0
     for rows in batch.lengths.argsort().split(episodes):
         length = batch.lengths[rows].max()
-        mask = batch.loss_mask[rows, :length]
-        logprobs, entropy, _ = reinforce.score(model, batch.tokens[rows, :length], mask, 1.0)
+        part = mask[rows, :length]
+        logprobs, entropy, _ = reinforce.score(model, batch.tokens[rows, :length], part, 1.0)
+        logprob += logprobs.sum().item()
         for name, A in advantages.items():
-            loss, _ = reinforce.compute_loss(logprobs, entropy, logprobs.detach(), A[rows, :length], mask,
-                                             mask / len(batch.tokens), kl_coef=0.0, ent_coef=0.0)  # fmt: skip
+            loss, _ = reinforce.compute_loss(logprobs, entropy, logprobs.detach(), A[rows, :length], part,
+                                             part / len(batch.tokens), kl_coef=0.0, ent_coef=0.0)  # fmt: skip
             grads = torch.autograd.grad(loss, parameters, retain_graph=True)
             total[name] = total.get(name, 0) - torch.cat([g.flatten() for g in grads])
-    return total
+    return total, logprob / mask.sum().item()
 
 
 def measure(path, args):
-    """{scheme: (signal, noise, mean cosine)} at a checkpoint, success rate, share of groups with unequal returns."""
-    model, tokenizer, options = load_policy(path)
-    context_length = longest_episode(BugFixEnv, options["max_turns"])
+    """At a checkpoint: one row (dict) per scheme."""
+    model, tokenizer, env_class, options = load_policy(path)
+    context_length = longest_episode(env_class, options["max_turns"])
 
     def play_batch(n):
-        tasks = [BugFixEnv.task("train", 10**9 + 1000 * n + g, options["num_bugs"]) for g in range(args.num_groups)]
+        tasks = [env_class.task("train", 10**9 + 1000 * n + g, options["num_bugs"]) for g in range(args.num_groups)]
         tasks = [task for task in tasks for _ in range(args.group_size)]
         group_ids = torch.arange(args.num_groups).repeat_interleave(args.group_size)
-        uniforms = reinforce.draw_uniforms(7, n, len(tasks), options["max_turns"] * BugFixEnv.turn_tokens)
-        return reinforce.rollout(model, tokenizer, [BugFixEnv(**options) for _ in tasks], tasks, group_ids, uniforms,
+        uniforms = reinforce.draw_uniforms(7, n, len(tasks), options["max_turns"] * env_class.turn_tokens)
+        return reinforce.rollout(model, tokenizer, [env_class(**options) for _ in tasks], tasks, group_ids, uniforms,
                                  temperature=1.0, context_length=context_length)  # fmt: skip
 
     value_head = nn.Linear(model.embed.weight.shape[1], 1)
     nn.init.zeros_(value_head.weight), nn.init.zeros_(value_head.bias)
     ppo.warm_up_critic(model, value_head, [play_batch(10**6 + n) for n in range(2)], steps=300, gamma=1.0,
                        turn_unit=False)  # fmt: skip
-    found, success, informative = {}, [], []
+    found, seen = {}, {}
     for n in range(args.batches):
         batch = play_batch(n)
         R = batch.rewards.sum(1).view(args.num_groups, -1)
-        informative.append((R.amax(1) > R.amin(1)).float().mean().item())
-        success.append(sum(info["success"] for info in batch.infos) / len(batch.infos))
         values = torch.zeros_like(batch.loss_mask)
         with torch.no_grad():
             states = reinforce.score(model, batch.tokens, batch.loss_mask, 1.0)[2]
             values[batch.loss_mask > 0] = value_head(states)[:, 0]
-        for name, gradient in gradients(model, batch, schemes(batch, values)).items():
+        observed = (batch.turn_ids >= 0).float() - batch.loss_mask
+        sampled, logprob = gradients(model, batch, batch.loss_mask, schemes(batch, values))
+        tools, observed_logprob = gradients(model, batch, observed, {"tool output": leave_one_out(batch, observed)})
+        for name, gradient in (sampled | tools).items():
             found.setdefault(name, []).append(gradient)
+        for key, value in {
+            "success": sum(info["success"] for info in batch.infos) / len(batch.infos),
+            "informative_groups": (R.amax(1) > R.amin(1)).float().mean().item(),
+            "tokens": batch.loss_mask.sum(1).mean().item(), "logprob": logprob,
+            "observed_tokens": observed.sum(1).mean().item(), "observed_logprob": observed_logprob,
+        }.items():  # fmt: skip
+            seen.setdefault(key, []).append(value)
+    mean = {key: sum(values) / len(values) for key, values in seen.items()}
     M, reference = args.batches, torch.stack(found["return - leave-one-out"])
     others = (reference.sum(0) - reference) / (M - 1)  # (M, P) the mean gradient over the other batches
-    table = {}
+    rows = []
     for name, each in found.items():
-        each = torch.stack(each)
+        each, kind = torch.stack(each), "observed_" * (name in tools)
         noise = each.var(0).sum().item()
-        table[name] = ((each.mean(0) ** 2).sum().item() - noise / M, noise,
-                       torch.cosine_similarity(each, others).mean().item())  # fmt: skip
-    return table, sum(success) / M, sum(informative) / M
+        rows.append({
+            "checkpoint": str(path), "scheme": name, "success": mean["success"],
+            "informative_groups": mean["informative_groups"], "signal": (each.mean(0) ** 2).sum().item() - noise / M,
+            "noise": noise, "cosine": torch.cosine_similarity(each, others).mean().item(),
+            "norm": each.norm(dim=1).mean().item(), "tokens": mean[kind + "tokens"], "logprob": mean[kind + "logprob"],
+        })  # fmt: skip
+    return rows
 
 
 def main(args):
@@ -147,19 +173,20 @@ def main(args):
               f"reward-to-go: signal {turn_signal:.4f}, noise {turn_noise:.4f}")  # fmt: skip
     rows = []
     for path in args.checkpoints:
-        table, success, informative = measure(path, args)
-        print(f"\n{path}: success {success:.3f}, {informative:.3f} of the groups informative, "
-              f"{args.batches} batches of {args.num_groups} x {args.group_size}")  # fmt: skip
-        print(f"  {'scheme':<26}{'signal':>11}{'noise':>11}{'noise/signal':>14}{'cosine':>9}")
-        for name, (signal, noise, cosine) in table.items():
-            ratio = f"{noise / signal:.2f}" if signal > 0 else "-"  # too few batches to tell the signal from 0
-            print(f"  {name:<26}{signal:>11.3g}{noise:>11.3g}{ratio:>14}{cosine:>9.3f}", flush=True)
-            rows.append([str(path), f"{success:.4f}", f"{informative:.4f}", name, *map("{:.5g}".format, table[name])])
-    if args.csv:
-        with open(args.csv, "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["checkpoint", "success", "informative_groups", "scheme", "signal", "noise", "cosine"])
-            writer.writerows(rows)
+        rows += (found := measure(path, args))
+        print(f"\n{path}: success {found[0]['success']:.3f}, {found[0]['informative_groups']:.3f} of the groups "
+              f"informative, {args.batches} batches of {args.num_groups} x {args.group_size}")  # fmt: skip
+        columns = ("signal", "noise", "noise/signal", "cosine", "norm", "tokens", "logprob")
+        print(f"  {'scheme':<30}" + "".join(f"{column:>13}" for column in columns))
+        for row in found:
+            ratio = row["noise"] / row["signal"] if row["signal"] > 0 else float("inf")  # too few batches to see it
+            print(f"  {row['scheme']:<30}" + "".join(f"{(row | {'noise/signal': ratio})[column]:>13.4g}"
+                                                     for column in columns), flush=True)  # fmt: skip
+        if args.csv:  # what is done is kept
+            with open(args.csv, "w", newline="") as file:
+                writer = csv.DictWriter(file, found[0])
+                writer.writeheader()
+                writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -85,12 +85,13 @@ def test_gradients_are_those_of_the_whole_batch():
     values = torch.randn_like(batch.loss_mask)
     found = module.schemes(batch, values)
     assert len({tuple(A.flatten().tolist()) for A in found.values()}) == len(found), "two schemes are the same"
-    each = module.gradients(model, batch, found, episodes=4)
+    each, mean = module.gradients(model, batch, batch.loss_mask, found, episodes=4)
     for name, A in found.items():
         logprobs, _, _ = grpo.score(model, batch.tokens, batch.loss_mask, 1.0)
         objective = (A * batch.loss_mask * logprobs).sum() / 6
         expected = torch.cat([g.flatten() for g in torch.autograd.grad(objective, list(model.parameters()))])
         assert torch.allclose(each[name], expected, atol=1e-5), name
+    assert mean == pytest.approx((logprobs.sum() / batch.loss_mask.sum()).item(), rel=1e-5)
 
 
 # ---- The comparison ----------------------------------------------------------------------------------------------
