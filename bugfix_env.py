@@ -98,7 +98,7 @@ def applicable(source):
     return [op for op in OPS if swap(source, op) != source]
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=1 << 12)
 def load(source):
     namespace = {"__builtins__": {"min": min, "max": max, "any": any, "all": all, "len": len}}
     exec(source, namespace)
@@ -144,7 +144,7 @@ def bugs(split, num_bugs):
     return found
 
 
-@lru_cache(maxsize=1 << 12)
+@lru_cache(maxsize=1 << 11)
 def bugfix_task(split, index, num_bugs=1):
     """A task as a pure function of (split, index): the same for every seed, script and machine.
 

@@ -171,7 +171,7 @@ def applicable(source):
     return [op for op in OPS if swap(source, op) != source]
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=1 << 12)
 def load(source):
     namespace = {"__builtins__": {"min": min, "max": max, "any": any, "all": all, "len": len}}
     exec(source, namespace)
@@ -217,7 +217,7 @@ def bugs(split, num_bugs):
     return found
 
 
-@lru_cache(maxsize=1 << 12)
+@lru_cache(maxsize=1 << 11)
 def bugfix_task(split, index, num_bugs=1):
     """A task as a pure function of (split, index): the same for every seed, script and machine.
 
@@ -489,7 +489,7 @@ class Tokenizer:
         self.words = ["<pad>", *vocabulary]
         self.ids = {word: i for i, word in enumerate(self.words)}
 
-    @lru_cache(maxsize=1 << 14)  # noqa: B019
+    @lru_cache(maxsize=1 << 13)  # noqa: B019
     def encode(self, text):
         """Text to ids, as a tuple. Raises ValueError naming a word that is not in the vocabulary."""
         words = PIECES.findall(text)

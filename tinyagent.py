@@ -36,7 +36,7 @@ class Tokenizer:
         self.words = ["<pad>", *vocabulary]
         self.ids = {word: i for i, word in enumerate(self.words)}
 
-    @lru_cache(maxsize=1 << 14)  # noqa: B019
+    @lru_cache(maxsize=1 << 13)  # noqa: B019
     def encode(self, text):
         """Text to ids, as a tuple. Raises ValueError naming a word that is not in the vocabulary."""
         words = PIECES.findall(text)
