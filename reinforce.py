@@ -59,7 +59,7 @@ class Args:
     num_groups: int = 8  # groups in a batch, each on one task
     group_size: int = 8  # episodes in a group
     max_turns: Optional[int] = None  # turn limit of an episode (None: the environment's)
-    learning_rate: float = 1e-3  # learning rate of AdamW, decaying linearly to zero
+    learning_rate: float = 2e-3  # learning rate of AdamW, decaying linearly to zero
     max_grad_norm: float = 1.0  # gradient norm is clipped to this
     temperature: float = 1.0  # sampling temperature, in the rollout and in the loss
     ent_coef: float = 0.0  # coefficient of the entropy bonus

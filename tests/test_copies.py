@@ -30,13 +30,14 @@ EXCEPTIONS = {  # shared flags that may have another type, default or help, and 
     "num_iterations": "REINFORCE takes one step a batch: as many episodes and steps as the others, in smaller batches",
     "num_groups": "see num_iterations",
     "eval_every": "see num_iterations: after as many episodes",
+    "learning_rate": "the best of 5e-4, 1e-3 and 2e-3 for each script, on dev tasks",
     "gamma": "a step of PPO is a token or a turn (--gae-unit); the others discount per turn",
     "credit": "the reward-to-go of a turn is REINFORCE's own; GRPO and GiGPO pay the whole episode",
     "baseline": "REINFORCE also goes without a baseline or takes the batch's; GRPO and GiGPO have groups only",
 }
 INSERTED = {  # lines that the second adds to the first
     ("reinforce.py", "ppo.py"): 136,
-    ("reinforce.py", "grpo.py"): 62,
+    ("reinforce.py", "grpo.py"): 63,
     ("grpo.py", "gigpo.py"): 38,
 }
 ALLOWED = set(sys.stdlib_module_names) | {"torch", "numpy", "tyro", "wandb"}
