@@ -92,6 +92,25 @@ def test_gradients_are_those_of_the_whole_batch():
         expected = torch.cat([g.flatten() for g in torch.autograd.grad(objective, list(model.parameters()))])
         assert torch.allclose(each[name], expected, atol=1e-5), name
     assert mean == pytest.approx((logprobs.sum() / batch.loss_mask.sum()).item(), rel=1e-5)
+    observed = (batch.turn_ids >= 0).float() - batch.loss_mask
+    assert observed.sum() > 0 and observed.min() == 0
+    sampled, tools, both = (module.gradients(model, batch, mask, {"A": module.leave_one_out(batch, mask)})[0]["A"]
+                            for mask in (batch.loss_mask, observed, batch.loss_mask + observed))  # fmt: skip
+    assert tools.norm() > 0 and torch.allclose(sampled + tools, both, atol=1e-5), "the mask does not part the gradient"
+
+
+def test_the_table_of_signal_and_noise(tmp_path):
+    """Catches a mean over schemes or policies instead of seeds, and a ratio the wrong way round."""
+    compare = benchmark("compare")
+    lines = ["policy,seed,scheme,success,informative_groups,signal,noise,cosine,norm,tokens,logprob"]
+    for policy in ("start", "late"):
+        for seed in (1, 2):
+            lines += [f"{policy},{seed},return,0.5,0.9,{seed},6,0.25,2,10,-1",
+                      f"{policy},{seed},GiGPO,0.5,0.9,2,2,0.75,2,10,-1"]  # fmt: skip
+    (tmp_path / "signal.csv").write_text("\n".join(lines) + "\n")
+    table = compare.signal_table(compare.Args(results=tmp_path))
+    assert table.count("| return | 4.5 [3, 6] | 0.25 [0.25, 0.25] |") == 2, table
+    assert table.count("| GiGPO | 1 [1, 1] | 0.75 [0.75, 0.75] |") == 2 and "2 seeds" in table
 
 
 # ---- The comparison ----------------------------------------------------------------------------------------------
