@@ -213,10 +213,12 @@ def collect(args):
             if not (run_dir := finished(path)):
                 continue
             wall = json.loads((run_dir / "wall.json").read_text())
-            for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
+            lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+            critic_episodes = lines[0].get("warm_start/critic_episodes", 0)  # they count: nobody else plays them
+            for line in lines:
                 rows.append({
                     "command": command, "seed": path.name, "iteration": line["iteration"],
-                    "episodes": line.get("charts/total_episodes", 0),
+                    "episodes": line.get("charts/total_episodes", 0) + critic_episodes,
                     "sampled_tokens": line.get("charts/total_tokens", 0), "seconds": round(wall["seconds"], 1),
                     "commit": wall["commit"], "hardware": wall["hardware"],
                 } | {key: round(line[key], 5) for key in METRICS if key in line})  # fmt: skip
@@ -245,9 +247,10 @@ def curve(rows, key):
     return np.array(pairs, dtype=float).reshape(-1, 2).T
 
 
-def area(episodes, values):
-    """Mean height of a curve: the area under it by its length."""
-    return np.trapezoid(values, episodes) / (episodes[-1] - episodes[0]) if len(values) > 1 else values[-1]
+def area(episodes, values, budget):
+    """Mean height of a curve over the first budget episodes, flat before its first point: the area under it."""
+    x = np.array([0, *episodes[(0 < episodes) & (episodes < budget)], budget])
+    return np.trapezoid(np.interp(x, episodes, values), x) / budget
 
 
 def episodes_to(threshold, episodes, values):
@@ -299,6 +302,8 @@ def tables(name, runs):
     text = f"## {study.title}\n\n| | seeds | test success | min | unseen pairs | pass@8 | hack rate | tool calls "
     text += "| area under the curve | episodes to 0.9 | seconds |\n" + "|---" * 11 + "|\n"
     present = {label: command for label, command in study.runs.items() if command in runs}
+    budget = min(curve(rows, "eval/success_rate")[0, -1] for label, command in present.items() if "imitation" not in label
+                 for rows in runs[command].values())  # fmt: skip
     for label, command in present.items():
         seeds = runs[command]
         last = [rows[-1] for rows in seeds.values()]
@@ -306,13 +311,16 @@ def tables(name, runs):
         curves = [curve(rows, "eval/success_rate") for rows in seeds.values()]
         reached = [episodes_to(0.9, *each) for each in curves]
         never = sum(np.isinf(reached))
-        speed = f"never on {never} of {len(reached)}" if never else show(reached, ",.0f")
+        middle = np.median(reached)
+        speed = show(reached, ",.0f") if not never else f"never on {never} of {len(reached)}" + (
+            f", median {middle:,.0f}" if middle < np.inf else "")  # fmt: skip
         cells = [label, str(len(seeds)), show(final("eval/success_rate")), f"{min(final('eval/success_rate')):.3f}",
                  show(final("eval/unseen_pairs_success_rate")), show(final("eval/pass@8")),
                  show(final("eval/hack_rate")), show(final("eval/tool_calls"), ".2f"),
-                 show([area(*each) for each in curves]), speed, f"{np.median(final('seconds')):.0f}"]  # fmt: skip
+                 show([area(*each, budget) for each in curves]), speed, f"{np.median(final('seconds')):.0f}"]  # fmt: skip
         text += f"| {' | '.join(cells)} |\n"
-    text += "\nPaired by seed, difference of the area under the curve and of test success at the end:\n\n"
+    text += (f"\nArea over the first {budget:,.0f} episodes. Paired by seed, difference of the area and of test success "
+             "at the end:\n\n")  # fmt: skip
     labels = list(present)
     for i, a in enumerate(labels):
         for b in labels[i + 1 :]:
@@ -322,7 +330,7 @@ def tables(name, runs):
             ends, areas = [], []
             for seed in common:
                 first, second = (curve(runs[present[label]][seed], "eval/success_rate") for label in (a, b))
-                ends.append(first[1, -1] - second[1, -1]), areas.append(area(*first) - area(*second))
+                ends.append(first[1, -1] - second[1, -1]), areas.append(area(*first, budget) - area(*second, budget))
             text += f"- {a} minus {b}: {show(areas, '+.3f')}; {show(ends, '+.3f')}\n"
     some = next(iter(next(iter(runs.values())).values()))[-1]
     commits = sorted({rows[-1]["commit"] for command in present.values() for rows in runs[command].values()})

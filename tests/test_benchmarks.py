@@ -122,7 +122,9 @@ def test_statistics():
     mean, low, high = compare.interval([[0.0, 1.0], [1.0, 1.0]] * 10)
     assert mean.tolist() == [0.5, 1.0] and low[1] == high[1] == 1.0 and 0.2 < low[0] < 0.4 < 0.6 < high[0] < 0.8
     episodes, values = np.array([0.0, 100.0, 400.0]), np.array([0.0, 0.8, 1.0])
-    assert compare.area(episodes, values) == pytest.approx((100 * 0.4 + 300 * 0.9) / 400)
+    assert compare.area(episodes, values, 400) == pytest.approx((100 * 0.4 + 300 * 0.9) / 400)
+    assert compare.area(episodes, values, 200) == pytest.approx((100 * 0.4 + 100 * (0.8 + 0.2 / 6)) / 200), "budget"
+    assert compare.area(episodes + 100, values, 400) == pytest.approx((100 * 0.4 + 200 * (0.8 + 0.2 / 3)) / 400), "late"
     assert compare.episodes_to(0.9, episodes, values) == pytest.approx(250)
     assert compare.episodes_to(0.4, episodes, values) == pytest.approx(50)
     assert compare.episodes_to(0.0, episodes, values) == 0 and np.isinf(compare.episodes_to(1.1, episodes, values))
