@@ -302,8 +302,8 @@ def tables(name, runs):
     text = f"## {study.title}\n\n| | seeds | test success | min | unseen pairs | pass@8 | hack rate | tool calls "
     text += "| area under the curve | episodes to 0.9 | seconds |\n" + "|---" * 11 + "|\n"
     present = {label: command for label, command in study.runs.items() if command in runs}
-    budget = min(curve(rows, "eval/success_rate")[0, -1] for label, command in present.items() if "imitation" not in label
-                 for rows in runs[command].values())  # fmt: skip
+    trained = [runs[command] for command in present.values() if "--num-iterations 0" not in command]
+    budget = min(curve(rows, "eval/success_rate")[0, -1] for seeds in trained for rows in seeds.values())
     for label, command in present.items():
         seeds = runs[command]
         last = [rows[-1] for rows in seeds.values()]
@@ -317,10 +317,11 @@ def tables(name, runs):
         cells = [label, str(len(seeds)), show(final("eval/success_rate")), f"{min(final('eval/success_rate')):.3f}",
                  show(final("eval/unseen_pairs_success_rate")), show(final("eval/pass@8")),
                  show(final("eval/hack_rate")), show(final("eval/tool_calls"), ".2f"),
-                 show([area(*each, budget) for each in curves]), speed, f"{np.median(final('seconds')):.0f}"]  # fmt: skip
+                 show([area(*each, budget) for each in curves]), speed,
+                 f"{np.median(final('seconds')):.0f}"]  # fmt: skip
         text += f"| {' | '.join(cells)} |\n"
-    text += (f"\nArea over the first {budget:,.0f} episodes. Paired by seed, difference of the area and of test success "
-             "at the end:\n\n")  # fmt: skip
+    text += (f"\nArea over the first {budget:,.0f} episodes. Paired by seed, difference of the area and of test "
+             "success at the end:\n\n")  # fmt: skip
     labels = list(present)
     for i, a in enumerate(labels):
         for b in labels[i + 1 :]:
