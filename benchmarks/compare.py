@@ -64,14 +64,12 @@ STUDIES = {
          "similarity": f"{GRPO} --reward similarity"},
         metric="charts/hack_rate",
     ),
-    "mask": Study(
-        "Tool output in the loss or not (GRPO)",
-        {
-            "BugFix, mask": GRPO,
-            "BugFix, no mask": f"{GRPO} --no-mask-observations",
-            "number, mask": f"{GRPO} --env-id number --warm-start-steps 100",
-            "number, no mask": f"{GRPO} --env-id number --warm-start-steps 100 --no-mask-observations",
-        },
+    "mask": Study("Tool output in the loss or not: BugFix (GRPO)",
+                  {"mask": GRPO, "no mask": f"{GRPO} --no-mask-observations"}),
+    "mask-number": Study(
+        "Tool output in the loss or not: hidden number from a weak start (GRPO)",
+        {"mask": f"{GRPO} --env-id number --warm-start-steps 100",
+         "no mask": f"{GRPO} --env-id number --warm-start-steps 100 --no-mask-observations"},
     ),
     "signal": Study(  # the policies whose gradients signal_to_noise.py measures
         "Signal and noise of the gradient",
