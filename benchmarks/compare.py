@@ -295,7 +295,9 @@ def tables(name, runs):
 
     def show(values, form=".3f"):
         mean, low, high = interval(values)
-        return "" if np.isnan(mean) else f"{mean:{form}} [{low:{form}}, {high:{form}}]"
+        if np.isnan(mean) or len(values) == 1:  # one seed has no interval
+            return "" if np.isnan(mean) else f"{mean:{form}}"
+        return f"{mean:{form}} [{low:{form}}, {high:{form}}]"
 
     text = f"## {study.title}\n\n| | seeds | test success | min | unseen pairs | pass@8 | hack rate | tool calls "
     text += "| area under the curve | episodes to 0.9 | seconds |\n" + "|---" * 11 + "|\n"
@@ -349,9 +351,11 @@ def signal_table(args):
             if row["policy"] == policy:
                 table.setdefault(row["scheme"], []).append({k: float(row[k]) for k in row if k not in LABELS})
         column = lambda scheme, key: np.array([row[key] for row in table[scheme]])  # noqa: E731
-        show = lambda values: "{:.3g} [{:.3g}, {:.3g}]".format(*interval(values))  # noqa: E731
+        form = "{:.3g} [{:.3g}, {:.3g}]" if len(table["return"]) > 1 else "{:.3g}"
+        show = lambda values: form.format(*interval(values))  # noqa: E731
         text += (f"\n{policy}: success {show(column('return', 'success'))}, informative groups "
-                 f"{show(column('return', 'informative_groups'))}, {len(table['return'])} seeds\n\n"
+                 f"{show(column('return', 'informative_groups'))}, "
+                 f"{len(table['return'])} of {STUDIES['signal'].seeds} seeds\n\n"
                  "| scheme | noise / signal | cosine | length | tokens an episode | log-probability |\n"
                  "|---|---|---|---|---|---|\n")  # fmt: skip
         for scheme in table:

@@ -96,6 +96,10 @@ def main(args):
     device = "cuda" if args.cuda else "cpu"
     if args.cuda and not torch.cuda.is_available():
         sys.exit("error: --cuda: this machine has no usable GPU; run without --cuda")
+    if args.iterations < 2:
+        print(f"error: --iterations {args.iterations} is too few for the page faults between two; try --iterations 2",
+              file=sys.stderr)  # fmt: skip
+        sys.exit(2)
     if args.shape == "peers":
         grpo.ENVS[args.env_id] = PeersEnv
     elif args.context > 1:

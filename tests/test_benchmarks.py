@@ -110,7 +110,7 @@ def test_the_table_of_signal_and_noise(tmp_path):
     (tmp_path / "signal.csv").write_text("\n".join(lines) + "\n")
     table = compare.signal_table(compare.Args(results=tmp_path))
     assert table.count("| return | 4.5 [3, 6] | 0.25 [0.25, 0.25] |") == 2, table
-    assert table.count("| GiGPO | 1 [1, 1] | 0.75 [0.75, 0.75] |") == 2 and "2 seeds" in table
+    assert table.count("| GiGPO | 1 [1, 1] | 0.75 [0.75, 0.75] |") == 2 and "2 of 3 seeds" in table
 
 
 # ---- The comparison ----------------------------------------------------------------------------------------------
