@@ -702,7 +702,7 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
             if reward is None or not math.isfinite(reward):
                 raise ValueError(f"episode {b} (task {info['pair']}), turn {turn}: "
                                  f"the environment's reward is {reward}")  # fmt: skip
-            rewards[b][turn] = reward
+            rewards[b][turn] = float(reward)
             info["turns"] += 1
             info["tools"].append(step_info["tool"])
             info["errors"] += step_info["error"]

@@ -572,3 +572,17 @@ def test_an_environment_may_truncate(monkeypatch, terminated, cut_turn):
     text = WORDS.decode(batch.tokens[0, :length].tolist())
     assert text.count("<call> read </call>") == cut_turn
     assert text.count("<result>") == cut_turn - terminated and text.endswith("</call>" if terminated else "</result>")
+
+
+def test_whole_rewards_are_floats():
+    """Catches rewards that take the type of what the environment returned: advantages of integers are integers."""
+
+    class OneTurn(NumberEnv):
+        def step(self, action):
+            observation, reward, *rest = super().step(action)
+            return observation, int(reward), *rest
+
+    envs = [OneTurn(max_turns=1, tool_cost=0.0) for _ in range(4)]
+    batch = grpo.rollout(random_model(NumberEnv), TOKENIZERS[NumberEnv], envs, [0, 1, 2, 3], torch.arange(4),
+                         grpo.draw_uniforms(1, 1, 4, 2), temperature=1.0, context_length=9)  # fmt: skip
+    assert batch.rewards.dtype == torch.float32
