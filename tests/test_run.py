@@ -787,7 +787,7 @@ def test_counters_add_up(script, start, tmp_path, monkeypatch):
         assert line["charts/tokens_per_episode"] == (batch.loss_mask > 0).sum() / 16
         assert line["charts/episodic_return"] == pytest.approx(batch.rewards.sum().item() / 16, abs=1e-6)
         assert line["charts/truncation_rate"] == batch.truncated.float().mean()
-        assert line["charts/learning_rate"] == pytest.approx(1e-3 * (4 - n) / 3)
+        assert line["charts/learning_rate"] == pytest.approx(script.Args.learning_rate * (4 - n) / 3)
 
 
 def test_one_rare_tool_leaves_the_log_finite(script, tmp_path):
