@@ -371,6 +371,7 @@ def figure(name, runs, args):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    plt.rcParams["svg.hashsalt"] = name  # the same data, the same file
     study = STUDIES[name]
     keys = dict.fromkeys(("eval/success_rate", study.metric))
     fig, axes = plt.subplots(1, len(keys), figsize=(6.4 * len(keys), 4), squeeze=False)

@@ -155,8 +155,10 @@ def test_a_comparison_trains_what_is_missing_and_redraws_without(tmp_path, monke
     compare.main(args)
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").glob("*/*/*/metrics.jsonl")} == before
     redraw = compare.Args(redraw=True, runs_dir=tmp_path / "none", results=tmp_path / "results")
+    picture = (tmp_path / "results" / "tiny.svg").read_bytes()
     (tmp_path / "results" / "tiny.svg").unlink()
     compare.main(redraw)
+    assert (tmp_path / "results" / "tiny.svg").read_bytes() == picture, "a redrawn figure differs"
     assert (tmp_path / "results" / "tables.md").read_text() == table
     assert all((tmp_path / "results" / f"tiny.{kind}").stat().st_size > 1000 for kind in ("svg", "png"))
     with pytest.raises(SystemExit):
