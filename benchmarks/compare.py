@@ -6,7 +6,8 @@
     python benchmarks/compare.py --redraw                 # from benchmarks/results/runs.csv, trains nothing
 
 Each run is a process with one thread. Runs that are done are skipped, those of a killed comparison start again. For a
-seed all algorithms begin with the same checkpoint of the warm start, see the same tasks and play as many episodes.
+seed all algorithms begin with the same checkpoint of the warm start, see the same tasks and play as many episodes. The
+CSV keeps what it holds of runs made elsewhere until the same run is done here.
 """
 
 import csv
@@ -33,6 +34,7 @@ class Study(NamedTuple):
     runs: dict  # label: command line without --seed, whose first word is a file without .py
     seeds: int = 5
     metric: str = "eval/success_rate"  # what the figure shows beside test success
+    threshold: float = 0.9  # test success whose episodes are counted
     references: tuple = ()  # (label, command or number of bugs) of dashed lines: a run's end, an agent of random calls
 
 
@@ -48,7 +50,8 @@ def algorithms(flags=""):
 STUDIES = {
     "one-bug": Study("BugFix, one bug", algorithms(), seeds=10,
                      references=(("imitation only, as long", IMITATION), ("random calls", 1))),
-    "two-bugs": Study("BugFix, two bugs", algorithms("--num-bugs 2"), seeds=10, references=(("random calls", 2),)),
+    "two-bugs": Study("BugFix, two bugs", algorithms("--num-bugs 2"), seeds=10, threshold=0.5,
+                      references=(("random calls", 2),)),
     "controls": Study(
         "Controls (GRPO)",
         {
@@ -186,16 +189,15 @@ def measure_signal(args):
 
     with ThreadPoolExecutor(args.workers) as pool:
         list(pool.map(work, done.values()))
-    rows = []
+    rows = [row for row in read(args.results / "signal.csv") if (row["policy"], int(row["seed"])) not in done]
     for (label, seed), run_dir in done.items():
-        with open(run_dir / "signal.csv", newline="") as file:
-            rows += [{"policy": label, "seed": seed} | row for row in csv.DictReader(file)]
+        rows += [{"policy": label, "seed": seed} | row for row in read(run_dir / "signal.csv")]
     for row in rows:
-        del row["checkpoint"]
-    with open(args.results / "signal.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+        row.pop("checkpoint", None)
+    order = list(STUDIES["signal"].runs)
+    rows.sort(key=lambda row: (order.index(row["policy"]), int(row["seed"])))
+    if rows:
+        write(args.results / "signal.csv", rows, rows[0])
 
 
 def seeds_of(name, args):
@@ -203,29 +205,50 @@ def seeds_of(name, args):
 
 
 def collect(args):
-    """Writes every finished run, of this and of earlier calls, into one CSV: a row an iteration."""
-    rows = []
-    commands = {command for study in STUDIES.values() for command in study.runs.values()}
-    for command in sorted(commands):
-        for path in sorted(folder(args.runs_dir, command, 0).parent.glob("*"), key=lambda path: int(path.name)):
+    """Writes every finished run into one CSV, a row an iteration; what it holds of runs made elsewhere stays in it."""
+    runs = load(args)
+    commands = sorted({command for study in STUDIES.values() for command in study.runs.values()})
+    for command in commands:
+        for path in folder(args.runs_dir, command, 0).parent.glob("*"):
             if not (run_dir := finished(path)):
                 continue
             wall = json.loads((run_dir / "wall.json").read_text())
             lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
             critic_episodes = lines[0].get("warm_start/critic_episodes", 0)  # they count: nobody else plays them
-            for line in lines:
-                rows.append({
-                    "command": command, "seed": path.name, "iteration": line["iteration"],
-                    "episodes": line.get("charts/total_episodes", 0) + critic_episodes,
-                    "sampled_tokens": line.get("charts/total_tokens", 0), "seconds": round(wall["seconds"], 1),
-                    "commit": wall["commit"], "hardware": wall["hardware"],
-                } | {key: round(line[key], 5) for key in METRICS if key in line})  # fmt: skip
-    args.results.mkdir(parents=True, exist_ok=True)
-    with open(args.results / "runs.tmp", "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+            runs.setdefault(command, {})[int(path.name)] = [{
+                "command": command, "seed": path.name, "iteration": line["iteration"],
+                "episodes": line.get("charts/total_episodes", 0) + critic_episodes,
+                "sampled_tokens": line.get("charts/total_tokens", 0), "seconds": round(wall["seconds"], 1),
+                "commit": wall["commit"], "hardware": wall["hardware"],
+            } | {key: round(line[key], 5) for key in METRICS if key in line} for line in lines]  # fmt: skip
+    rows = [row for command in commands for _, run in sorted(runs.get(command, {}).items()) for row in run]
+    write(args.results / "runs.csv", rows, COLUMNS)
+
+
+def write(path, rows, columns):
+    """Writes a CSV file, in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".tmp"), "w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)
-    os.replace(args.results / "runs.tmp", args.results / "runs.csv")
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def read(path):
+    """Rows of a CSV file, none where there is no file."""
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def load(args):
+    """{command: {seed: rows}} of runs.csv."""
+    runs = {}
+    for row in read(args.results / "runs.csv"):
+        runs.setdefault(row["command"], {}).setdefault(int(row["seed"]), []).append(row)
+    return runs
 
 
 # ---- Statistics ----------------------------------------------------------------------------------------------------
@@ -277,15 +300,6 @@ def random_agent(num_bugs, num_tasks=512):
     return solved / num_tasks
 
 
-def load(args):
-    """{command: {seed: rows}} of the CSV."""
-    runs = {}
-    with open(args.results / "runs.csv", newline="") as file:
-        for row in csv.DictReader(file):
-            runs.setdefault(row["command"], {}).setdefault(int(row["seed"]), []).append(row)
-    return runs
-
-
 # ---- Tables and figures --------------------------------------------------------------------------------------------
 
 
@@ -300,7 +314,7 @@ def tables(name, runs):
         return f"{mean:{form}} [{low:{form}}, {high:{form}}]"
 
     text = f"## {study.title}\n\n| | seeds | test success | min | unseen pairs | pass@8 | hack rate | tool calls "
-    text += "| area under the curve | episodes to 0.9 | seconds |\n" + "|---" * 11 + "|\n"
+    text += f"| area under the curve | episodes to {study.threshold} | seconds |\n" + "|---" * 11 + "|\n"
     present = {label: command for label, command in study.runs.items() if command in runs}
     trained = [runs[command] for command in present.values() if "--num-iterations 0" not in command]
     budget = min(curve(rows, "eval/success_rate")[0, -1] for seeds in trained for rows in seeds.values())
@@ -309,7 +323,7 @@ def tables(name, runs):
         last = [rows[-1] for rows in seeds.values()]
         final = lambda key: [float(row[key] or "nan") for row in last]  # noqa: E731
         curves = [curve(rows, "eval/success_rate") for rows in seeds.values()]
-        reached = [episodes_to(0.9, *each) for each in curves]
+        reached = [episodes_to(study.threshold, *each) for each in curves]
         never = sum(np.isinf(reached))
         middle = np.median(reached)
         speed = show(reached, ",.0f") if not never else f"never on {never} of {len(reached)}" + (
@@ -342,8 +356,7 @@ def tables(name, runs):
 
 def signal_table(args):
     """What signal.csv says of each scheme at each policy, mean over seeds with its interval."""
-    with open(args.results / "signal.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read(args.results / "signal.csv")
     text = f"## {STUDIES['signal'].title}\n"
     for policy in dict.fromkeys(row["policy"] for row in rows):
         table = {}  # scheme: rows, one a seed
@@ -421,6 +434,9 @@ def main(args):
         if "signal" in args.studies:
             measure_signal(args)
     runs = load(args)
+    if not runs:
+        print(f"error: --results {args.results}: no runs.csv to draw from; leave out --redraw", file=sys.stderr)
+        sys.exit(2)
     text = ""
     for name in STUDIES:
         if name == "signal":

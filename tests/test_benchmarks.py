@@ -160,6 +160,11 @@ def test_a_comparison_trains_what_is_missing_and_redraws_without(tmp_path, monke
     compare.main(redraw)
     assert (tmp_path / "results" / "tiny.svg").read_bytes() == picture, "a redrawn figure differs"
     assert (tmp_path / "results" / "tables.md").read_text() == table
+    compare.collect(redraw)
+    assert len(compare.load(redraw)) == 2, "runs made elsewhere are lost"
+    with pytest.raises(SystemExit):
+        compare.main(compare.Args(redraw=True, results=tmp_path / "none"))
+    assert "no runs.csv to draw from" in capsys.readouterr().err
     assert all((tmp_path / "results" / f"tiny.{kind}").stat().st_size > 1000 for kind in ("svg", "png"))
     with pytest.raises(SystemExit):
         compare.main(compare.Args(studies=("nonsense",)))
