@@ -78,7 +78,7 @@ class Args:
     init_from: Optional[Path] = None  # checkpoint to begin with, instead of the warm start
     resume: Optional[Path] = None  # checkpoint of a run to go on with, in that run's folder
     runs_dir: Path = Path("runs")  # folder of the runs
-    micro_batch_size: Optional[int] = None  # episodes in a forward pass of the update (None: by their length): speed
+    micro_batch_size: Optional[int] = None  # episodes in a forward pass of the update (None: by length; GPU: all)
     d_model: int = 64  # width of the model
     n_layers: int = 2  # its blocks
     n_heads: int = 2  # its attention heads
@@ -1199,7 +1199,7 @@ def train(args):
         if world_size > 1:
             batch = gather(batch, device)
         rollout_seconds = time.time() - iteration_start
-        micro_batch_size = args.micro_batch_size or max(16, 2048 // batch.tokens.shape[1])
+        micro_batch_size = args.micro_batch_size or (episodes if args.cuda else max(16, 2048 // batch.tokens.shape[1]))
 
         # (2) Mask: which tokens are trained, the sampled ones; with --no-mask-observations what the tools wrote too
         loss_mask = batch.loss_mask
