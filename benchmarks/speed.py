@@ -119,8 +119,8 @@ def main(args):
         return wrapper
 
     def spy_rollout(model, *inputs, **options):
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        seen.append({"open": True, "tensors": 0.0, "padded": 0, "faults": faults})
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        seen.append({"open": True, "tensors": 0.0, "padded": 0, "faults": usage.ru_minflt, "peak": usage.ru_maxrss})
         start = now(device)
         batch = rollout(model, *inputs, **options)
         seen[-1] |= {"open": False, "rollout": now(device) - start, "episodes": len(batch.tokens),
@@ -185,6 +185,9 @@ def main(args):
     show("page faults an iteration", faults, "")
     peak = torch.cuda.max_memory_allocated() if args.cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(f"{'peak memory':<52} {peak / 2**20:>12,.0f} MiB")
+    if len(seen) > 20 and not args.cuda:
+        before = seen[18]["peak"] * 1024  # taken when iteration 21 began: the first of seen is iteration 3
+        print(f"{'peak memory, to that of iteration 20':<52} {peak / before:>12,.3f}")
 
 
 if __name__ == "__main__":
