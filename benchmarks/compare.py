@@ -313,8 +313,9 @@ def tables(name, runs):
             return "" if np.isnan(mean) else f"{mean:{form}}"
         return f"{mean:{form}} [{low:{form}}, {high:{form}}]"
 
-    text = f"## {study.title}\n\n| | seeds | test success | min | unseen pairs | pass@8 | hack rate | tool calls "
-    text += f"| area under the curve | episodes to {study.threshold} | seconds |\n" + "|---" * 11 + "|\n"
+    header = ("", "seeds", "test success", "min", "pass@1", "pass@8", "unseen pairs", "hack rate", "turns",
+              "tool calls", "area under the curve", f"episodes to {study.threshold}", "seconds")  # fmt: skip
+    text = f"## {study.title}\n\n| {' | '.join(header)} |\n{'|---' * len(header)}|\n"
     present = {label: command for label, command in study.runs.items() if command in runs}
     trained = [runs[command] for command in present.values() if "--num-iterations 0" not in command]
     budget = min(curve(rows, "eval/success_rate")[0, -1] for seeds in trained for rows in seeds.values())
@@ -322,6 +323,8 @@ def tables(name, runs):
         seeds = runs[command]
         last = [rows[-1] for rows in seeds.values()]
         final = lambda key: [float(row[key] or "nan") for row in last]  # noqa: E731
+        late = lambda key: [np.mean(curve(rows, key)[1, -max(1, len(rows) // 10) :])  # noqa: E731
+                            if curve(rows, key).size else np.nan for rows in seeds.values()]  # fmt: skip
         curves = [curve(rows, "eval/success_rate") for rows in seeds.values()]
         reached = [episodes_to(study.threshold, *each) for each in curves]
         never = sum(np.isinf(reached))
@@ -329,13 +332,15 @@ def tables(name, runs):
         speed = show(reached, ",.0f") if not never else f"never on {never} of {len(reached)}" + (
             f", median {middle:,.0f}" if middle < np.inf else "")  # fmt: skip
         cells = [label, str(len(seeds)), show(final("eval/success_rate")), f"{min(final('eval/success_rate')):.3f}",
-                 show(final("eval/unseen_pairs_success_rate")), show(final("eval/pass@8")),
-                 show(final("eval/hack_rate")), show(final("eval/tool_calls"), ".2f"),
+                 show(late("charts/success_rate")), show(final("eval/pass@8")),
+                 show(final("eval/unseen_pairs_success_rate")), show(final("eval/hack_rate")),
+                 show(late("charts/episodic_length"), ".2f"), show(final("eval/tool_calls"), ".2f"),
                  show([area(*each, budget) for each in curves]), speed,
                  f"{np.median(final('seconds')):.0f}"]  # fmt: skip
         text += f"| {' | '.join(cells)} |\n"
-    text += (f"\nArea over the first {budget:,.0f} episodes. Paired by seed, difference of the area and of test "
-             "success at the end:\n\n")  # fmt: skip
+    text += ("\nAt the end, greedy; pass@1 and turns sampled, on training tasks, mean of the last tenth of the "
+             f"iterations. Area over the first {budget:,.0f} episodes. Paired by seed, difference of the area and of "
+             "test success at the end:\n\n")  # fmt: skip
     labels = list(present)
     for i, a in enumerate(labels):
         for b in labels[i + 1 :]:
