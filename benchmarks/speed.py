@@ -106,21 +106,22 @@ def main(args):
         grpo.ENVS["bugfix"] = LongEnv
     env_class, seen, rates = grpo.ENVS[args.env_id], [], {"1024 cubed": [], "model": []}
     d_model = 64 * max(1, round(args.model**0.5))
-    rollout, forward, sample_tokens, score = grpo.rollout, grpo.TinyAgent.forward, grpo.sample_tokens, grpo.score
+    rollout, score = grpo.rollout, grpo.score
 
-    def timed(function):
+    def timed(function, kind):
         def wrapper(*inputs, **options):
             start = now(device)
             result = function(*inputs, **options)
             if seen and seen[-1]["open"]:
-                seen[-1]["tensors"] += now(device) - start
+                seen[-1][kind] += now(device) - start
             return result
 
         return wrapper
 
     def spy_rollout(model, *inputs, **options):
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        seen.append({"open": True, "tensors": 0.0, "padded": 0, "faults": usage.ru_minflt, "peak": usage.ru_maxrss})
+        seen.append({"open": True, "model": 0.0, "cache": 0.0, "padded": 0, "faults": usage.ru_minflt,
+                     "peak": usage.ru_maxrss})  # fmt: skip
         start = now(device)
         batch = rollout(model, *inputs, **options)
         seen[-1] |= {"open": False, "rollout": now(device) - start, "episodes": len(batch.tokens),
@@ -139,7 +140,10 @@ def main(args):
         return score(model, tokens, *inputs)
 
     grpo.rollout, grpo.score = spy_rollout, spy_score
-    grpo.TinyAgent.forward, grpo.sample_tokens = timed(forward), timed(sample_tokens)
+    grpo.TinyAgent.forward = timed(grpo.TinyAgent.forward, "model")
+    grpo.sample_tokens = timed(grpo.sample_tokens, "model")
+    grpo.TinyAgent.make_cache = timed(grpo.TinyAgent.make_cache, "cache")
+    torch.index_select = timed(torch.index_select, "cache")
     turns = env_class.default_turns(1) * args.context
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(open(os.devnull, "w")):
         options = dict(cuda=args.cuda, env_id=args.env_id, num_groups=args.groups * args.batch, max_turns=turns,
@@ -173,7 +177,9 @@ def main(args):
     show("rollout, sampled tokens a second", [r["sampled"] / r["rollout"] for r in seen], "")
     show("rollout, share of the matrix rate", [operations(r) / r["rollout"] / rate for r in seen], "")
     show("rollout, share of environment", [r["env"] / r["rollout"] for r in seen], "")
-    show("rollout, share of environment and Python", [1 - r["tensors"] / r["rollout"] for r in seen], "")
+    show("rollout, share of allocating and copying the cache", [r["cache"] / r["rollout"] for r in seen], "")
+    show("rollout, share of environment and Python",
+         [1 - (r["model"] + r["cache"]) / r["rollout"] for r in seen], "")  # fmt: skip
     pairs = list(zip(seen, updates))
     show("update, real tokens a second", [sum(r["lengths"]) / u["time/update"] for r, u in pairs], "")
     show("update, padding per real token", [r["padded"] / sum(r["lengths"]) - 1 for r in seen], "")
