@@ -35,6 +35,7 @@ class Study(NamedTuple):
     seeds: int = 5
     metric: str = "eval/success_rate"  # what the figure shows beside test success
     threshold: float = 0.9  # test success whose episodes are counted
+    legend: object = "best"  # its place in the figure
     references: tuple = ()  # (label, command or number of bugs) of dashed lines: a run's end, an agent of random calls
 
 
@@ -48,10 +49,10 @@ def algorithms(flags=""):
 
 
 STUDIES = {
-    "one-bug": Study("BugFix, one bug", algorithms(), seeds=10,
+    "one-bug": Study("BugFix, one bug", algorithms(), seeds=10, legend=(0.6, 0.12),
                      references=(("imitation only, as long", IMITATION), ("random calls", 1))),
     "two-bugs": Study("BugFix, two bugs", algorithms("--num-bugs 2"), seeds=10, threshold=0.5,
-                      references=(("random calls", 2),)),
+                      references=(("imitation only, as long", f"{IMITATION} --num-bugs 2"), ("random calls", 2))),
     "controls": Study(
         "Controls (GRPO)",
         {
@@ -59,6 +60,7 @@ STUDIES = {
             "rewards shuffled in the group": "benchmarks/controls shuffle --eval-every 10",
             "observations withheld": "benchmarks/controls withhold --eval-every 10",
             "imitation only": IMITATION,
+            "imitation only, two bugs": f"{IMITATION} --num-bugs 2",
         },
     ),
     "rewards": Study(
@@ -413,13 +415,17 @@ def figure(name, runs, args):
                 heights[label] = random_agent(source)
             elif source in runs:
                 heights[label] = np.mean([float(rows[-1][key]) for rows in runs[source].values()])
-        for label, height in heights.items():
+        labels = {}  # height: text; lines closer than the text is high share theirs
+        for label, height in sorted(heights.items(), key=lambda item: item[1]):
             axis.axhline(height, color="gray", linestyle="--", linewidth=1)
+            near = next((other for other in labels if height - other < 0.03), None)
+            labels[height] = f"{labels.pop(near)}, {label}" if near is not None else label
+        for height, label in labels.items():
             axis.annotate(label, (0.99, height), xycoords=("axes fraction", "data"), fontsize=8, ha="right",
                           va="bottom", color="gray")  # fmt: skip
         axis.set(xlabel="episodes", ylabel=key, ylim=(-0.02, 1.07))
         axis.grid(alpha=0.3), axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8, loc=(0.6, 0.12) if study.references else "best")
+        axis.legend(frameon=False, fontsize=8, loc=study.legend)
     fig.suptitle(study.title, fontsize=11)
     fig.tight_layout()
     for kind in ("svg", "png"):
