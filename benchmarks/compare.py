@@ -191,13 +191,14 @@ def measure_signal(args):
 
     with ThreadPoolExecutor(args.workers) as pool:
         list(pool.map(work, done.values()))
-    rows = [row for row in read(args.results / "signal.csv") if (row["policy"], int(row["seed"])) not in done]
+    policies = list(STUDIES["signal"].runs)
+    rows = [row for row in read(args.results / "signal.csv")
+            if row["policy"] in policies and (row["policy"], int(row["seed"])) not in done]  # fmt: skip
     for (label, seed), run_dir in done.items():
         rows += [{"policy": label, "seed": seed} | row for row in read(run_dir / "signal.csv")]
     for row in rows:
         row.pop("checkpoint", None)
-    order = list(STUDIES["signal"].runs)
-    rows.sort(key=lambda row: (order.index(row["policy"]), int(row["seed"])))
+    rows.sort(key=lambda row: (policies.index(row["policy"]), int(row["seed"])))
     if rows:
         write(args.results / "signal.csv", rows, rows[0])
 

@@ -111,6 +111,14 @@ def test_the_table_of_signal_and_noise(tmp_path):
     table = compare.signal_table(compare.Args(results=tmp_path))
     assert table.count("| return | 4.5 [3, 6] | 0.25 [0.25, 0.25] |") == 2, table
     assert table.count("| GiGPO | 1 [1, 1] | 0.75 [0.75, 0.75] |") == 2 and "2 of 3 seeds" in table
+    run_dir = compare.folder(tmp_path, compare.STUDIES["signal"].runs["start"], 1) / "run"
+    run_dir.mkdir(parents=True)
+    (run_dir / "wall.json").write_text("{}")
+    (run_dir / "signal.csv").write_text(lines[0].split(",", 2)[2] + "\nreturn,0.5,0.9,3,6,0.25,2,10,-1\n")
+    compare.measure_signal(compare.Args(results=tmp_path, runs_dir=tmp_path))
+    rows = [(row["policy"], row["seed"], row["signal"]) for row in compare.read(tmp_path / "signal.csv")]
+    assert rows[:3] == [("start", "1", "3"), ("start", "2", "2"), ("start", "2", "2")], "the new one replaces its own"
+    assert [policy for policy, *_ in rows[3:]] == ["late"] * 4, "measurements made elsewhere are lost"
 
 
 # ---- The comparison ----------------------------------------------------------------------------------------------
@@ -128,6 +136,25 @@ def test_statistics():
     assert compare.episodes_to(0.9, episodes, values) == pytest.approx(250)
     assert compare.episodes_to(0.4, episodes, values) == pytest.approx(50)
     assert compare.episodes_to(0.0, episodes, values) == 0 and np.isinf(compare.episodes_to(1.1, episodes, values))
+
+
+def test_the_table_of_a_study(monkeypatch):
+    """Catches a column under another's name, pass@1 of the whole run or of its last iteration alone, a threshold that
+    is not the study's, and pairs that are not of one seed."""
+    compare = benchmark("compare")
+    study = compare.Study("Tiny", {"a": "grpo", "b": "gigpo"}, threshold=0.5)
+    monkeypatch.setattr(compare, "STUDIES", {"tiny": study})
+    rows = [{key: "" for key in compare.COLUMNS} | {"iteration": n, "episodes": 10 * n} for n in range(21)]
+    for row in rows[1:]:
+        row |= {"charts/success_rate": row["iteration"] / 20, "charts/episodic_length": 3}
+    rows[0] |= {"eval/success_rate": 0.2}
+    rows[-1] |= {"eval/success_rate": 0.8, "eval/pass@8": 0.9, "eval/unseen_pairs_success_rate": 0.1,
+                 "eval/hack_rate": 0.05, "eval/tool_calls": 2, "seconds": 7}  # fmt: skip
+    better = [row | ({"eval/success_rate": 0.9} if row["iteration"] == 20 else {}) for row in rows]
+    text = compare.tables("tiny", {"grpo": {1: rows, 2: better}, "gigpo": {2: better}})
+    assert "| b | 1 | 0.900 | 0.900 | 0.975 | 0.900 | 0.100 | 0.050 | 3.00 | 2.00 | 0.550 | 86 | 7 |" in text, text
+    assert "| a | 2 | 0.850 [0.800, 0.900] | 0.800 | 0.975 [0.975, 0.975] |" in text and "episodes to 0.5" in text
+    assert "- a minus b: +0.000; +0.000" in text
 
 
 def test_a_comparison_trains_what_is_missing_and_redraws_without(tmp_path, monkeypatch, capsys):
