@@ -616,7 +616,8 @@ def sample_turn(model, cache, starts, pending, uniforms, *, budgets, stop_id, te
     trash = cache.shape[-2] - 1  # padding and closed rows write here, so they never touch a slot that will be read
     last_logits = []
     for part in (slice(n, n + 64) for n in range(0, N, 64)):
-        chunk = torch.tensor(list(itertools.zip_longest(*pending[part], fillvalue=0)), device=device).T  # (n, C)
+        chunk = np.array(list(itertools.zip_longest(*pending[part], fillvalue=0)), np.int64).T
+        chunk = torch.from_numpy(chunk).to(device)  # (n, C)
         columns = torch.arange(chunk.shape[1], device=device)
         slots = torch.where(columns < lengths[part, None], starts[part, None] + columns, trash)
         last_logits.append(model(chunk, cache[:, :, part], slots, at=lengths[part, None] - 1)[:, 0])  # (n, V)
@@ -678,7 +679,8 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
     stop_id = None if env.stop is None else tokenizer.ids[env.stop]
     tokens = [list(tokenizer.encode(env.reset(task)[0])[:context_length]) for env, task in zip(envs, tasks)]
     pending = [list(ids) for ids in tokens]
-    loss_mask, logprobs, turn_ids = ([[fill] * len(ids) for ids in tokens] for fill in (0, 0.0, -1))
+    segments = [[len(ids)] for ids in tokens]  # tokens of the prompt, of message and answer of turn 0, of turn 1, ...
+    logprobs = [[] for _ in envs]  # of the messages' tokens
     rewards, anchors = [[0.0] * env.max_turns for _ in envs], [[] for _ in envs]
     infos = [{"pair": getattr(task, "pair", str(task)), "end": None, "truncated": False, "success": False,
               "hacked": False, "turns": 0, "tool_calls": 0, "errors": 0, "tools": [],
@@ -702,9 +704,8 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
         for n, b in enumerate(live):
             env, info, message = envs[b], infos[b], messages[n]
             tokens[b] += message
-            loss_mask[b] += [1] * len(message)
+            segments[b].append(len(message))
             logprobs[b] += message_logprobs[n]
-            turn_ids[b] += [turn] * len(message)
             if len(message) < env.turn_tokens and (not message or message[-1] != stop_id):
                 info |= {"end": info["end"] or "context_limit", "truncated": True}  # cut: not executed, not malformed
                 continue
@@ -727,27 +728,29 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
             answer = tokenizer.encode(observation)[: context_length - len(tokens[b])]
             pending[b] = [message[-1], *answer]
             tokens[b] += answer
-            loss_mask[b] += [0] * len(answer)
-            logprobs[b] += [0.0] * len(answer)
-            turn_ids[b] += [turn] * len(answer)
+            segments[b].append(len(answer))
             kept.append(n)
         kept.sort(key=lambda n: len(pending[live[n]]))  # sample_turn pads them in parts
         live = [live[n] for n in kept]
         if not live:
             break
     lengths = [len(row) for row in tokens]
+    # Each token's segment, episode after episode: 0 the prompt, then odd numbers messages and even ones their answers
+    segment = np.repeat([i for row in segments for i in range(len(row))], [n for row in segments for n in row])
+    sampled, flat_logprobs = segment % 2 == 1, np.zeros(len(segment), np.float32)
+    flat_logprobs[sampled] = np.fromiter(itertools.chain(*logprobs), np.float32)
 
-    def pad(rows, dtype, value):
-        flat = torch.from_numpy(np.fromiter(itertools.chain(*rows), dtype))
-        return nn.utils.rnn.pad_sequence(flat.split(lengths), batch_first=True, padding_value=value).to(device)
+    def pad(flat, value=0):
+        rows = torch.from_numpy(flat).split(lengths)
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value).to(device)
 
     truncated = torch.tensor([info["truncated"] for info in infos])
     return Batch(
-        tokens=pad(tokens, np.int64, 0),
+        tokens=pad(np.fromiter(itertools.chain(*tokens), np.int64)),
         lengths=torch.tensor(lengths, device=device),
-        loss_mask=pad(loss_mask, np.float32, 0),
-        logprobs=pad(logprobs, np.float32, 0),
-        turn_ids=pad(turn_ids, np.int64, -1),
+        loss_mask=pad(sampled.astype(np.float32)),
+        logprobs=pad(flat_logprobs),
+        turn_ids=pad((segment - 1) // 2, -1),
         rewards=torch.tensor(rewards, device=device),
         terminated=~truncated.to(device),
         truncated=truncated.to(device),

@@ -159,7 +159,8 @@ def sample_turn(model, cache, starts, pending, uniforms, *, budgets, stop_id, te
     trash = cache.shape[-2] - 1  # padding and closed rows write here, so they never touch a slot that will be read
     last_logits = []
     for part in (slice(n, n + 64) for n in range(0, N, 64)):
-        chunk = torch.tensor(list(itertools.zip_longest(*pending[part], fillvalue=0)), device=device).T  # (n, C)
+        chunk = np.array(list(itertools.zip_longest(*pending[part], fillvalue=0)), np.int64).T
+        chunk = torch.from_numpy(chunk).to(device)  # (n, C)
         columns = torch.arange(chunk.shape[1], device=device)
         slots = torch.where(columns < lengths[part, None], starts[part, None] + columns, trash)
         last_logits.append(model(chunk, cache[:, :, part], slots, at=lengths[part, None] - 1)[:, 0])  # (n, V)
