@@ -70,7 +70,7 @@ class Args:
     kl_coef: float = 0.1  # coefficient of the KL penalty to the frozen starting policy
     anneal_kl: bool = True  # let it fade linearly to zero, like the learning rate
     mask_observations: bool = True  # keep tool output out of the loss; the ablation trains on it too
-    filter_truncated: bool = False  # no loss on episodes out of turns or context; they still count in the baseline
+    filter_truncated: bool = False  # no loss on episodes out of turns or context; a group's baseline counts them still
     warm_start_steps: int = 400  # gradient steps of imitation before the first iteration
     warm_start_batch_size: Optional[int] = None  # explorer episodes in such a step (None: BugFix 16, hidden number 40)
     warm_start_learning_rate: float = 6e-3  # peak learning rate of the imitation
@@ -561,7 +561,7 @@ class TinyAgent(nn.Module):
         for table in (self.embed, self.head):
             nn.init.normal_(table.weight, std=0.1)
         size = d_model // n_heads
-        self.register_buffer("frequencies", 1000.0 ** -(torch.arange(0, size, 2) / size), persistent=False)  # (D/H/2,)
+        self.register_buffer("frequencies", 1000.0 ** -(torch.arange(0, size, 2) / size))  # (D/H/2,)
 
     def forward(self, tokens, cache=None, slots=None, *, at=None, return_hidden=False):
         """tokens (B, T) -> logits (B, T, V), row t predicting token t + 1, or hidden states (B, T, D) before the head.
@@ -1059,8 +1059,6 @@ def check_args(args):
         refuse("--num-bugs and --reward belong to --env-id bugfix; leave them out with --env-id number")
     if args.env_id == "bugfix" and args.num_bugs > 2:
         refuse(f"--num-bugs {args.num_bugs}: few functions admit more than two; try --num-bugs 2")
-    if args.init_from and args.resume:
-        refuse("--init-from begins a run and --resume goes on with one; give one of them")
 
 
 def load_checkpoint(path, flag):
@@ -1166,7 +1164,8 @@ def train(args):
             refuse(f"--resume {args.resume}: not a run of this script but of {script or 'tinyagent'}.py; "
                    "try --init-from to begin one with it")  # fmt: skip
         run_dir = args.resume.parent
-        free = ("resume", "init_from", "track", "wandb_project_name", "wandb_entity", "runs_dir", "save_every")
+        plain_args["init_from"] = plain_args["init_from"] or checkpoint["args"]["init_from"]  # need not be given again
+        free = ("resume", "track", "wandb_project_name", "wandb_entity", "runs_dir", "save_every")
         for name, value in checkpoint["args"].items():
             if name not in free and (given := plain_args.get(name)) != value:
                 refuse(f"--resume: the run had --{name.replace('_', '-')} {value}, not {given}; give it again")
@@ -1287,7 +1286,7 @@ def train(args):
         advantages = advantages + args.step_adv_coef * step.gather(1, batch.turn_ids.clamp(min=0)) * loss_mask  # eq. 8
         step_sizes = [len(turns) for turns in step_groups(turn_mask, batch.anchors, batch.group_ids)]
 
-        # (4) Update: rows without an advantage have no gradient; sorted apart, they take the forward pass only
+        # (4) Update: rows without advantage, penalty and bonus, sorted apart, take the forward pass only
         update_start, update_metrics, num_steps = time.time(), {}, 0
         has_signal = advantages.any(1) | loss_mask.any(1) & (kl_coef > 0 or args.ent_coef > 0)
         minibatches = []
@@ -1325,14 +1324,15 @@ def train(args):
                     p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 for tensor in (*(p.grad for p in parameters), *sums.values()):
                     dist.all_reduce(tensor)
-            if has_signal[mb_inds].any():  # without any signal Adam's momentum alone would move the weights
-                grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-                if not grad_norm.isfinite():
-                    print(f"error: gradient norm {grad_norm.item()} in iteration {iteration}; the last metrics are in "
-                          f"{run_dir}/metrics.jsonl, the last checkpoint, which is finite, in {run_dir}/checkpoint.pt",
-                          file=sys.stderr)  # fmt: skip
-                    sys.exit(1)
-                sums["losses/grad_norm"] = grad_norm
+            has_step = has_signal[mb_inds].any()  # without any signal Adam's momentum alone would move the weights
+            if has_step:
+                sums["losses/grad_norm"] = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+            for key in ("losses/grad_norm", "losses/entropy"):  # a policy of NaN may have no signal at all
+                if not sums[key].isfinite():
+                    sys.exit(1 if rank else f"error: {key} is {sums[key].item()} in iteration {iteration}; the last "
+                             f"metrics are in {run_dir}/metrics.jsonl, the last checkpoint, which is finite, in "
+                             f"{run_dir}/checkpoint.pt")  # fmt: skip
+            if has_step:
                 optimizer.step()
                 num_steps += 1
             for key, value in sums.items():

@@ -105,7 +105,7 @@ class TinyAgent(nn.Module):
         for table in (self.embed, self.head):
             nn.init.normal_(table.weight, std=0.1)
         size = d_model // n_heads
-        self.register_buffer("frequencies", 1000.0 ** -(torch.arange(0, size, 2) / size), persistent=False)  # (D/H/2,)
+        self.register_buffer("frequencies", 1000.0 ** -(torch.arange(0, size, 2) / size))  # (D/H/2,)
 
     def forward(self, tokens, cache=None, slots=None, *, at=None, return_hidden=False):
         """tokens (B, T) -> logits (B, T, V), row t predicting token t + 1, or hidden states (B, T, D) before the head.

@@ -36,7 +36,7 @@ EXCEPTIONS = {  # shared flags that may have another type, default or help, and 
     "baseline": "REINFORCE also goes without a baseline or takes the batch's; GRPO and GiGPO have groups only",
 }
 INSERTED = {  # lines that the second adds to the first
-    ("reinforce.py", "ppo.py"): 136,
+    ("reinforce.py", "ppo.py"): 138,
     ("reinforce.py", "grpo.py"): 63,
     ("grpo.py", "gigpo.py"): 38,
 }

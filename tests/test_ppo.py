@@ -740,6 +740,17 @@ def test_the_warm_up_in_train(tmp_path, monkeypatch):
     assert all(torch.equal(value, after[key]) for key, value in before.items())
 
 
+def test_the_warm_up_is_not_cut_by_the_context(tmp_path, monkeypatch):
+    """Catches a critic fitted to episodes whose end --context-length hides, as if they had earned 0; and 0 steps that
+    play episodes all the same."""
+    calls = spied(monkeypatch, "warm_up_critic", "play")
+    tiny_run(tmp_path / "cut", monkeypatch, context_length=6, critic_warmup_steps=1)
+    ((given, _),) = calls["warm_up_critic"]
+    assert not any(batch.truncated.any() for batch in given["batches"])
+    lines, _ = tiny_run(tmp_path / "none", monkeypatch, critic_warmup_steps=0)
+    assert len(calls["play"]) == 1 and "warm_start/critic_episodes" not in lines[0]
+
+
 def test_value_coefficient_and_value_clip(tmp_path, monkeypatch):
     """Catches --vf-coef or --clip-vloss that does not arrive: at 0 the critic stays what the warm-up made it, a clip of
     1e-4 stops it after the first step, and the policy is trained all the same."""

@@ -287,15 +287,19 @@ def test_resume_away_from_its_folder(script, tmp_path, capsys):
     assert "--resume" in error and "metrics.jsonl" in error
 
 
-def test_a_run_begun_with_init_from_resumes(script, start, tmp_path):
-    """Catches a resume that demands --init-from again and then refuses it beside --resume."""
+def test_a_run_begun_with_init_from_resumes(script, start, tmp_path, capsys):
+    """Catches a resume that demands --init-from again, or refuses it beside --resume, or takes another start's."""
     run(script, tmp_path, init_from=start, num_iterations=2, save_every=1)
     run_dir = folder(tmp_path)
     lines = read_metrics(run_dir)
     state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
     torch.save(state | {"iteration": 1}, run_dir / "checkpoint.pt")
-    again, _ = run(script, tmp_path, resume=run_dir / "checkpoint.pt", num_iterations=2, save_every=1)
-    assert [line["iteration"] for line in again] == [line["iteration"] for line in lines]
+    for given in (None, start):
+        flags = dict(resume=run_dir / "checkpoint.pt", init_from=given, num_iterations=2, save_every=1)
+        again, state = run(script, tmp_path, **flags)
+        assert [line["iteration"] for line in again] == [line["iteration"] for line in lines]
+        assert state["args"]["init_from"] == str(start)
+    assert "--init-from" in refused(script, capsys, make_args(script, tmp_path, **flags | {"init_from": tmp_path}))
 
 
 def test_init_from_begins_with_those_weights(script, start, tmp_path, monkeypatch):
@@ -397,9 +401,9 @@ def test_bad_paths_are_refused(script, start, tmp_path, capsys):
         (dict(init_from=tmp_path / "none.pt"), ["--init-from", "none.pt"]),
         (dict(init_from=corrupt), ["--init-from", "corrupt.pt"]),
         (dict(resume=corrupt), ["--resume", "corrupt.pt"]),
-        (dict(init_from=start, resume=start), ["--init-from", "--resume"]),
         (dict(init_from=start, env_id="bugfix"), ["--init-from", "--env-id"]),
         (dict(init_from=start, d_model=32), ["--init-from"]),
+        (dict(init_from=start, n_heads=4), ["--init-from"]),  # the weights' shapes are the same
         (dict(runs_dir=taken), ["--runs-dir"]),
         (dict(runs_dir=taken / "runs"), ["--runs-dir"]),
     ]:
@@ -609,7 +613,7 @@ def test_the_kl_penalty_fades(script, start, tmp_path, monkeypatch, anneal, expe
 # ---- Failures in the middle --------------------------------------------------------------------------------------
 
 
-def test_a_nan_gradient_stops_the_run(script, start, tmp_path, monkeypatch, capsys):
+def test_a_nan_gradient_stops_the_run(script, start, tmp_path, monkeypatch):
     """Catches a run that goes on with NaN weights for hours, and one that saves them (#52)."""
     compute_loss, states = script.compute_loss, []
     on_training_rollouts(monkeypatch, script, before=lambda n, model, envs: states.append(deepcopy(model.state_dict())))
@@ -621,12 +625,27 @@ def test_a_nan_gradient_stops_the_run(script, start, tmp_path, monkeypatch, caps
     monkeypatch.setattr(script, "compute_loss", planted)
     with pytest.raises(SystemExit) as stop:
         script.train(make_args(script, tmp_path, init_from=start, num_iterations=4, num_groups=8, save_every=1))
-    error = capsys.readouterr().err
-    assert stop.value.code == 1 and error.startswith("error: ") and "iteration 2" in error and error.count("\n") == 1
+    error = stop.value.code  # printed by the interpreter, which then exits with 1
+    assert error.startswith("error: ") and "iteration 2" in error and "\n" not in error
     assert [line["iteration"] for line in read_metrics(folder(tmp_path))] == [0, 1]
     saved = load(folder(tmp_path))
     assert same(saved["model"], states[1]) and all(value.isfinite().all() for value in saved["model"].values())
     assert saved["iteration"] == 1
+
+
+def test_a_policy_of_nan_stops_the_run(script, start, tmp_path, monkeypatch):
+    """Catches a diverged policy that is not noticed: all its groups fail, so there is no gradient that could tell."""
+
+    def diverge(n, model, envs):
+        if n == 2:
+            model.head.weight.data.fill_(math.nan)
+
+    on_training_rollouts(monkeypatch, script, before=diverge)
+    args = make_args(script, tmp_path, init_from=start, num_iterations=3, save_every=1, kl_coef=0.0)
+    with pytest.raises(SystemExit) as stop:
+        script.train(args)
+    assert "error: " in str(stop.value.code) and "iteration 2" in stop.value.code and "nan" in stop.value.code
+    assert [line["iteration"] for line in read_metrics(folder(tmp_path))] == [0, 1]
 
 
 @pytest.mark.parametrize("reward", [math.nan, -math.inf, None])

@@ -440,7 +440,6 @@ BAD_LINES = {
     "--init-from": "--init-from",
     "--init-from=": "--init-from",
     "--resume=": "--resume",
-    "--resume . --init-from .": "--resume",
 }
 
 
