@@ -533,6 +533,10 @@ class Args:
 
 
 def main(args):
+    for flag, value in (("--check", args.check), ("--task", args.task or 0)):
+        if value < 0:
+            print(f"error: {flag} {value} is negative; try {flag} 5", file=sys.stderr)
+            sys.exit(2)
     if args.check > 0:
         check(args.check)
     elif args.play:

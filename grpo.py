@@ -78,8 +78,8 @@ class Args:
     eval_tasks: int = 512  # tasks in an evaluation, played greedily
     eval_split: Literal["dev", "test"] = "test"  # tune on dev, report on test
     save_every: int = 10  # iterations between checkpoints
-    init_from: Optional[Path] = None  # checkpoint to begin with, instead of the warm start
-    resume: Optional[Path] = None  # checkpoint of a run to go on with, in that run's folder
+    init_from: Optional[Path] = None  # checkpoint of any script or tinyagent.py to begin with, without a warm start
+    resume: Optional[Path] = None  # checkpoint in the folder of a run to go on with; repeat the run's flags
     runs_dir: Path = Path("runs")  # folder of the runs
     micro_batch_size: Optional[int] = None  # episodes in a forward pass of the update (None: by length; GPU: all)
     d_model: int = 64  # width of the model
@@ -1028,6 +1028,8 @@ def check_args(args):
         refuse(f"--eval-tasks {args.eval_tasks} is too few for pass@8 on an eighth of them; try --eval-tasks 64")
     if args.env_id == "number" and (args.num_bugs != 1 or args.reward != "hidden"):
         refuse("--num-bugs and --reward belong to --env-id bugfix; leave them out with --env-id number")
+    if args.reward == "similarity" and args.malformed == "error":
+        refuse("--reward similarity ends an episode with -1 at a malformed call; leave out --malformed error")
     if args.env_id == "bugfix" and args.num_bugs > 2:
         refuse(f"--num-bugs {args.num_bugs}: few functions admit more than two; try --num-bugs 2")
 
@@ -1139,7 +1141,11 @@ def train(args):
         free = ("resume", "track", "wandb_project_name", "wandb_entity", "runs_dir", "save_every")
         for name, value in checkpoint["args"].items():
             if name not in free and (given := plain_args.get(name)) != value:
-                refuse(f"--resume: the run had --{name.replace('_', '-')} {value}, not {given}; give it again")
+                flag = f"--{name.replace('_', '-')}"
+                advice = f"leave {flag} out" if value is None else f"give {flag} {value}"
+                if isinstance(value, bool):
+                    advice = f"give --{'' if value else 'no-'}{flag[2:]}"
+                refuse(f"--resume: the run had {flag} {value}, not {given}; {advice}")
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         iteration, totals = checkpoint["iteration"], checkpoint["totals"]
@@ -1182,6 +1188,9 @@ def train(args):
     def save(iteration):
         if rank > 0:
             return
+        if not all(p.isfinite().all() for p in parameters):
+            sys.exit(f"error: weights are not finite after iteration {iteration}; they are not saved; "
+                     "try a lower --learning-rate or --warm-start-learning-rate")  # fmt: skip
         save_checkpoint(run_dir / "checkpoint.pt", script=Path(__file__).stem, args=plain_args, iteration=iteration,
                         model=model.state_dict(), optimizer=optimizer.state_dict(), totals=totals,
                         reference=reference.state_dict())  # fmt: skip

@@ -10,6 +10,7 @@ Shapes: B episodes, T tokens, V vocabulary, D width, L blocks, H heads, S cache 
 """
 
 import itertools
+import math
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -276,9 +277,28 @@ def sample_episode(model, tokenizer, env, task, *, seed, temperature=1.0):
     return episode
 
 
+def refuse(message):
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
 def main(args):
+    for name, value in vars(args).items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        if not 0 <= value < math.inf or (value == 0 and name not in ("seed", "warm_start_steps")):
+            refuse(f"--{name.replace('_', '-')} {value} must be positive; the default is {getattr(Args, name)}")
+    if args.d_model % (2 * args.n_heads):
+        refuse(f"--d-model {args.d_model} must be a multiple of twice --n-heads {args.n_heads}; "
+               f"try --d-model {32 * args.n_heads}")  # fmt: skip
     if args.cuda and not torch.cuda.is_available():
-        sys.exit("error: --cuda: this machine has no usable GPU; run without --cuda")
+        refuse("--cuda: this machine has no usable GPU; run without --cuda")
+    output = args.output or Path("runs") / f"tinyagent__{args.env_id}__{args.seed}.pt"
+    try:  # before the training, not after it
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.open("ab").close()
+    except OSError as error:
+        refuse(f"--output {output}: {error.strerror}; give a file that can be written, e.g. --output start.pt")
     device = torch.device("cuda" if args.cuda else "cpu")
     env_class = ENVS[args.env_id]
     env_options = dict(max_turns=env_class.default_turns(1), num_bugs=1)
@@ -295,8 +315,8 @@ def main(args):
     env, task = env_class(**env_options), env_class.task("dev", 0)
     for who, text in sample_episode(model, tokenizer, env, task, seed=args.seed):
         print(f"{who:>12}: " + text.replace("\n", "\n" + " " * 14))
-    output = args.output or Path("runs") / f"tinyagent__{args.env_id}__{args.seed}.pt"
-    output.parent.mkdir(parents=True, exist_ok=True)
+    if not all(p.isfinite().all() for p in model.parameters()):
+        sys.exit("error: weights are not finite and not saved; try --warm-start-learning-rate 6e-3")
     torch.save({"model": model.state_dict(), "args": {key: str(value) for key, value in asdict(args).items()}}, output)
     print(f"saved {output}")
 

@@ -440,6 +440,10 @@ def main(args):
     if unknown:
         print(f"error: --studies {' '.join(sorted(unknown))}: choose from {' '.join(STUDIES)}", file=sys.stderr)
         sys.exit(2)
+    for flag, value in (("--seeds", args.seeds), ("--workers", args.workers)):
+        if value is not None and value < 1:
+            print(f"error: {flag} {value} must be positive; try {flag} 2", file=sys.stderr)
+            sys.exit(2)
     if not args.redraw:
         run_studies(args)
         collect(args)

@@ -95,7 +95,12 @@ def now(device):
 def main(args):
     device = "cuda" if args.cuda else "cpu"
     if args.cuda and not torch.cuda.is_available():
-        sys.exit("error: --cuda: this machine has no usable GPU; run without --cuda")
+        print("error: --cuda: this machine has no usable GPU; run without --cuda", file=sys.stderr)
+        sys.exit(2)
+    for flag in ("groups", "batch", "context", "model", "minibatches"):
+        if getattr(args, flag) < 1:
+            print(f"error: --{flag} {getattr(args, flag)} must be positive; try --{flag} 1", file=sys.stderr)
+            sys.exit(2)
     if args.iterations < 2:
         print(f"error: --iterations {args.iterations} is too few for the page faults between two; try --iterations 2",
               file=sys.stderr)  # fmt: skip

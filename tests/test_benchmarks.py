@@ -196,3 +196,7 @@ def test_a_comparison_trains_what_is_missing_and_redraws_without(tmp_path, monke
     with pytest.raises(SystemExit):
         compare.main(compare.Args(studies=("nonsense",)))
     assert "error: --studies nonsense: choose from tiny" in capsys.readouterr().err
+    for flags in (dict(seeds=0), dict(workers=0)):
+        with pytest.raises(SystemExit):
+            compare.main(compare.Args(**flags))
+        assert f"error: --{[*flags][0]} 0" in capsys.readouterr().err

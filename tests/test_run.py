@@ -270,6 +270,8 @@ def test_resume_refuses_what_does_not_fit(script, start, tmp_path, capsys):
         ("d_model", 32),
     ]:
         assert f"--{name.replace('_', '-')}" in resume(checkpoint, **{name: value})
+    assert "give --anneal-kl" in resume(checkpoint, anneal_kl=False)  # what tyro accepts
+    assert "leave --max-turns out" in resume(checkpoint, max_turns=3)
     assert (checkpoint.parent / "metrics.jsonl").read_bytes() == before
     assert "--init-from" in resume(start)
     torch.save([1, 2], tmp_path / "list.pt")
@@ -368,6 +370,7 @@ BAD_FLAGS = [
     dict(num_bugs=2),
     dict(reward="public"),
     dict(num_bugs=4, env_id="bugfix"),
+    dict(reward="similarity", malformed="error", env_id="bugfix"),
 ]
 
 
@@ -646,6 +649,28 @@ def test_a_policy_of_nan_stops_the_run(script, start, tmp_path, monkeypatch):
         script.train(args)
     assert "error: " in str(stop.value.code) and "iteration 2" in stop.value.code and "nan" in stop.value.code
     assert [line["iteration"] for line in read_metrics(folder(tmp_path))] == [0, 1]
+
+
+def test_weights_of_nan_are_not_saved(script, tmp_path):
+    """Catches a checkpoint of NaN, called finite, after a warm start that diverged."""
+    with pytest.raises(SystemExit) as stop:
+        script.train(make_args(script, tmp_path, num_iterations=0, warm_start_learning_rate=1e9))
+    assert "--warm-start-learning-rate" in stop.value.code
+    assert not (folder(tmp_path) / "checkpoint.pt").exists()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [dict(seed=-1), dict(n_layers=0), dict(d_model=6), dict(warm_start_learning_rate=math.nan), dict(output=ROOT)],
+    ids=str,
+)
+def test_tinyagent_refuses_bad_flags(flags, capsys):
+    """Catches a traceback, and an --output found unwritable when the training is over."""
+    with pytest.raises(SystemExit) as stop:
+        tinyagent.main(tinyagent.Args(env_id="number", warm_start_steps=10**9, **flags))
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith("error: --") and error.count("\n") == 1
+    assert all(name.replace("_", "-") in error for name in flags)
 
 
 @pytest.mark.parametrize("reward", [math.nan, -math.inf, None])
