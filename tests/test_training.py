@@ -1,7 +1,7 @@
 """What no formula says, in the four scripts: the explorer, tasks and seeds, minibatches, schedules, gradients, what is
 logged, evaluation. Each test names the bug it would catch and was seen to fail with it; #n is a public report."""
 
-# ruff: noqa: F811 (fixtures: imported, and named again as arguments)
+# ruff: noqa: F401, F811 (fixtures: imported, and named again as arguments)
 
 import inspect
 import itertools
