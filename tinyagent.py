@@ -59,7 +59,7 @@ def rotate(x, rotation):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block. Both output projections start at zero, so that the block starts as the identity."""
+    """Pre-norm transformer block. Both output projections start at zero: at first it is nearly the identity."""
 
     def __init__(self, d_model, n_heads):
         super().__init__()
