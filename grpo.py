@@ -2,22 +2,26 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.6", "numpy>=1.26", "tyro>=0.9", "wandb>=0.18"]
 # ///
-"""GRPO (Group Relative Policy Optimization, 2402.03300) for a language model that uses tools over many turns.
+"""GRPO (Group Relative Policy Optimization, 2402.03300) for a language model that uses tools over
+many turns.
 
     for iteration in range(num_iterations):
-        play group_size episodes on each of num_groups tasks           # rollout: text the tools write has loss_mask 0
-        A[i] = R[i] - mean of the other episodes' R in i's group       # leave-one-out baseline, no critic
-        for each minibatch: ascend min(ratio * A, clip(ratio) * A)     # ratio = pi / pi_old of a sampled token
+        play group_size episodes on each of num_groups tasks        # what tools write: loss_mask 0
+        A[i] = R[i] - mean of the other episodes' R in i's group    # leave-one-out, no critic
+        for each minibatch: ascend min(ratio * A, clip(ratio) * A)  # ratio = pi / pi_old of a token
     start from imitation of an explorer that knows no answer; evaluate greedily on test tasks
 
 Shapes: B episodes = num_groups x group_size (G), K turns, T tokens, V vocabulary, D hidden size.
-What the name covers, as flags (the default is GRPO++ that keeps truncated episodes and adds a fading KL to the start):
-    GRPO (paper)            --baseline mean --norm std --loss-agg seq-mean-token-mean --clip-coef-high 0.2
-                            --kl-coef 0.04 --no-anneal-kl
+What the name covers, as flags (the default is GRPO++ that keeps truncated episodes and adds a
+fading KL to the start):
+    GRPO (paper)            --baseline mean --norm std --loss-agg seq-mean-token-mean
+                            --clip-coef-high 0.2 --kl-coef 0.04 --no-anneal-kl
     Dr. GRPO (2503.20783)   --baseline mean --clip-coef-high 0.2 --kl-coef 0
-    DAPO (2503.14476)       --baseline mean --norm std --loss-agg token-mean --kl-coef 0 --filter-truncated
+    DAPO (2503.14476)       --baseline mean --norm std --loss-agg token-mean --kl-coef 0
+                            --filter-truncated
     GRPO++ (DeepSWE)        --kl-coef 0 --filter-truncated
-DAPO's resampling of constant groups and its soft length penalty are left out; a constant group has no policy gradient.
+DAPO's resampling of constant groups and its soft length penalty are left out; a constant group has
+no policy gradient. verl's policy loss has --dual-clip 3.
 
     python grpo.py                    # BugFix on the CPU, a few minutes
     python grpo.py --cuda --seed 2
@@ -31,11 +35,13 @@ import math
 import os
 import re
 import sys
+import textwrap
 import time
 import zlib
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial, reduce
+from io import BytesIO
 from pathlib import Path
 from typing import Literal, NamedTuple, Optional
 
@@ -46,7 +52,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 import tyro
 
-# ---- 1. Args -------------------------------------------------------------------------------------------------------
+# ---- 1. Args -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -68,48 +74,50 @@ class Args:
     ent_coef: float = 0.0  # coefficient of the entropy bonus
     kl_coef: float = 0.1  # coefficient of the KL penalty to the frozen starting policy
     anneal_kl: bool = True  # let it fade linearly to zero, like the learning rate
-    mask_observations: bool = True  # keep tool output out of the loss; the ablation trains on it too
-    filter_truncated: bool = False  # no loss on episodes out of turns or context; a group's baseline counts them still
+    mask_observations: bool = True  # keep tool output out of the loss; the ablation trains on it
+    filter_truncated: bool = False  # no loss on episodes out of turns or context; they still vote
     warm_start_steps: int = 400  # gradient steps of imitation before the first iteration
-    warm_start_batch_size: Optional[int] = None  # explorer episodes in such a step (None: BugFix 16, hidden number 40)
+    warm_start_batch_size: Optional[int] = None  # episodes in such a step (None: the environment's)
     warm_start_learning_rate: float = 6e-3  # peak learning rate of the imitation
-    warm_start_observations: bool = True  # imitate tool output too; otherwise only the explorer's own tokens
+    warm_start_observations: bool = True  # imitate tool output too, not the explorer's tokens only
     eval_every: int = 25  # iterations between evaluations
     eval_tasks: int = 512  # tasks in an evaluation, played greedily
     eval_split: Literal["dev", "test"] = "test"  # tune on dev, report on test
     save_every: int = 10  # iterations between checkpoints
-    init_from: Optional[Path] = None  # checkpoint of any script or tinyagent.py to begin with, without a warm start
-    resume: Optional[Path] = None  # checkpoint in the folder of a run to go on with; repeat the run's flags
+    init_from: Optional[Path] = None  # checkpoint to begin with instead of a warm start
+    resume: Optional[Path] = None  # checkpoint of the run to go on with, with the run's own flags
     runs_dir: Path = Path("runs")  # folder of the runs
-    micro_batch_size: Optional[int] = None  # episodes in a forward pass of the update (None: by length; GPU: all)
+    micro_batch_size: Optional[int] = None  # episodes in a forward pass (None: by length; GPU: all)
     d_model: int = 64  # width of the model
     n_layers: int = 2  # its blocks
     n_heads: int = 2  # its attention heads
-    context_length: Optional[int] = None  # its context in tokens (None: the environment's longest episode)
+    context_length: Optional[int] = None  # its context (None: the environment's longest episode)
     num_bugs: int = 1  # BugFix: bugs in a task
-    reward: Literal["hidden", "public", "partial", "similarity"] = "hidden"  # BugFix: what pays at submit
-    tool_cost: Optional[float] = None  # cost of an executed call (None: 0 in BugFix, 0.05 in hidden number)
+    reward: Literal["hidden", "public", "partial", "similarity"] = "hidden"  # BugFix: what pays
+    tool_cost: Optional[float] = None  # cost of an executed call (None: BugFix 0, number 0.05)
     tool_cost_warmup: int = 0  # iterations over which the tool cost rises to its value
     process_reward: float = 0.0  # reward of a well-formed call
-    malformed: Optional[Literal["error", "end"]] = None  # what a malformed call gets (None: bugfix error, number end)
+    malformed: Optional[Literal["error", "end"]] = None  # call (None: BugFix error, number end)
 
     # Algorithm specific arguments
-    credit: Literal["episode", "turn"] = "episode"  # a token's return: the episode's, or the reward-to-go of its turn
+    credit: Literal["episode", "turn"] = "episode"  # whose return: all turns, or from here on
     gamma: float = 1.0  # discount per turn
-    baseline: Literal["mean", "loo"] = "loo"  # group mean, or leave-one-out mean
+    baseline: Literal["mean", "loo"] = "loo"  # mean of the group, or of its other episodes
     norm: Literal["none", "std"] = "none"  # divide by the group's standard deviation
     clip_coef: float = 0.2  # ratio is clipped below at 1 - clip_coef
     clip_coef_high: float = 0.28  # and above at 1 + clip_coef_high
-    loss_agg: Literal["token-mean", "seq-mean-token-mean", "constant"] = "constant"  # constant: the token budget
+    dual_clip: Optional[float] = None  # where A < 0, the loss is at most -A times this
+    loss_agg: Literal["token-mean", "seq-mean-token-mean", "constant"] = "constant"  # denominator
     update_epochs: int = 1  # passes over a batch
     num_minibatches: int = 4  # optimizer steps in a pass
 
 
-# ---- 2. Environment ------------------------------------------------------------------------------------------------
+# ---- 2. Environment ------------------------------------------------------------------------------
 
-PIECES = re.compile(r" ?</?\w+>| ?[A-Za-z_]\w*| ?\d| ?(?:->|[=!<>]=|//)| ?[^\w\s]|\n *")  # what a token may be
+# What a token may be: a tag, word, digit or sign with the space before it, or a line break
+PIECES = re.compile(r" ?</?\w+>| ?[A-Za-z_]\w*| ?\d| ?(?:->|[=!<>]=|//)| ?[^\w\s]|\n *")
 
-# Every operation exchanges two spellings wherever they stand in the function's body, so applying it twice restores it.
+# An operation exchanges two spellings all over the function's body: applied twice, it restores it.
 OPS = {
     "swap_minmax": {"min(": "max("},
     "swap_order": {" < ": " > ", " <= ": " >= "},
@@ -122,20 +130,20 @@ OPS = {
 }
 MENU = (*OPS, "hardcode_tests")
 
-# name, another name: correct source. {xs} is a list, {x} runs over it, {a} {b} {c} are numbers, {k} is a constant.
+# name, another name: parameters, body. xs is a list, x runs over it, a b c are numbers, k is fixed.
 FUNCTIONS = {
-    ("clamp", "bound"): "def {f}({a}, {b}, {c}):\n    return max({b}, min({a}, {c} - {k}))\n",
-    ("within", "inside"): "def {f}({a}, {b}, {c}):\n    return {b} <= {a} and {a} < {c}\n",
-    ("fee", "toll"): "def {f}({a}, {b}):\n    if {a} > {b}:\n        return {a} - {b}\n    return {a} * {k}\n",
-    ("spread", "reach"): "def {f}({xs}):\n    return (max({xs}) - min({xs})) * {k}\n",
-    ("growth", "drift"): "def {f}({xs}):\n    return ({xs}[-1] - {xs}[0]) * {k}\n",
-    ("pick", "choose"): "def {f}({xs}, {a}):\n    if {a} < len({xs}):\n        return {xs}[{a}]\n    return {xs}[-1]\n",
-    ("count", "tally"): "def {f}({xs}, {a}):\n    {b} = 0\n    for {x} in {xs}:\n        if {x} > {a}:\n"
-    "            {b} = {b} + 1\n    return {b}\n",
-    ("weigh", "scale"): "def {f}({xs}, {a}):\n    {b} = 0\n    for {x} in {xs}:\n        {b} = {b} + {x} * {a}\n"
-    "    return {b}\n",
-    ("peak", "summit"): "def {f}({xs}):\n    {b} = 0\n    for {x} in {xs}:\n        {b} = max({b}, {x} - {k})\n"
-    "    return {b}\n",
+    ("clamp", "bound"): ("a, b, c", "return max(b, min(a, c - k))"),
+    ("within", "inside"): ("a, b, c", "return b <= a and a < c"),
+    ("fee", "toll"): ("a, b", "if a > b:\n    return a - b\nreturn a * k"),
+    ("spread", "reach"): ("xs", "return (max(xs) - min(xs)) * k"),
+    ("growth", "drift"): ("xs", "return (xs[-1] - xs[0]) * k"),
+    ("pick", "choose"): ("xs, a", "if a < len(xs):\n    return xs[a]\nreturn xs[-1]"),
+    ("count", "tally"): (
+        "xs, a",
+        "b = 0\nfor x in xs:\n    if x > a:\n        b = b + 1\nreturn b",
+    ),
+    ("weigh", "scale"): ("xs, a", "b = 0\nfor x in xs:\n    b = b + x * a\nreturn b"),
+    ("peak", "summit"): ("xs", "b = 0\nfor x in xs:\n    b = max(b, x - k)\nreturn b"),
 }
 NAMES = {
     "xs": ("items", "values"),
@@ -144,9 +152,10 @@ NAMES = {
     "b": ("lower", "start"),
     "c": ("upper", "stop"),
 }
-# (function, operation) pairs that never occur as a bug in train, dev and test; the unseen split has no other.
+# (function, operation) pairs that are no bug of train, dev and test, and the only bugs of unseen
 HELD_OUT = {("count", "swap_plusminus"), ("fee", "swap_timesdiv"), ("weigh", "swap_start")}
-SPLITS = {"train": (0, 1), "dev": (2,), "test": (3,), "unseen": (2, 3)}  # residues of a task's checksum, modulo 4
+# Residues, modulo 4, of the checksums of a split's tasks
+SPLITS = {"train": (0, 1), "dev": (2,), "test": (3,), "unseen": (2, 3)}
 
 
 class Task(NamedTuple):
@@ -158,12 +167,18 @@ class Task(NamedTuple):
     hidden: tuple
 
 
+def render(name, params, body, words):
+    """Source of a function of the table, with these words for its letters."""
+    source = f"def {name}({params}):\n" + textwrap.indent(body, "    ") + "\n"
+    return re.sub(r"\b(xs|[abckx])\b", lambda match: str(words.get(match[0], match[0])), source)
+
+
 @lru_cache(maxsize=1 << 14)
 def swap(source, op):
-    """Applies one operation of OPS to the body of a function, that is, to everything after its first line."""
+    """Applies an operation of OPS to the body of a function: all that follows its first line."""
     header, body = source.split("\n", 1)
     table = {**OPS[op], **{b: a for a, b in OPS[op].items()}}
-    return header + "\n" + re.sub("|".join(map(re.escape, table)), lambda match: table[match[0]], body)
+    return header + "\n" + re.sub("|".join(map(re.escape, table)), lambda m: table[m[0]], body)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -171,9 +186,17 @@ def applicable(source):
     return [op for op in OPS if swap(source, op) != source]
 
 
+def variants(source):
+    """What every set of operations makes of a source, the source itself first."""
+    found = [source]
+    for op in applicable(source):
+        found += [swap(variant, op) for variant in found]
+    return found
+
+
 @lru_cache(maxsize=1 << 12)
 def load(source):
-    namespace = {"__builtins__": {"min": min, "max": max, "any": any, "all": all, "len": len}}
+    namespace = {"__builtins__": {"min": min, "max": max, "len": len}}
     exec(source, namespace)
     return namespace
 
@@ -183,37 +206,26 @@ compile_call = lru_cache(maxsize=1 << 14)(lambda call: compile(call, call, "eval
 
 @lru_cache(maxsize=1 << 16)
 def run(source, call):
-    """Result of a call as text, or the exception's name. Texts compare by value and type: "True" is not "1"."""
+    """Result of a call as text, or its exception's name: texts compare by value and type."""
     try:
         return repr(eval(compile_call(call), load(source)))
-    except Exception as error:  # the function under test is broken on purpose: its exception is a result
+    except Exception as error:  # the function is broken on purpose: its exception is a result
         return type(error).__name__
 
 
 def passes(source, tests):
+    """Which of the tests the source passes, a list of bools."""
     return [run(source, call) == expected for call, expected in tests]
-
-
-TASK_0 = Task(
-    pair="clamp:swap_minmax",
-    issue="clamp(value, lower, upper) should limit value to the interval [lower, upper], "
-    "but clamp(3, 0, 5) returns 0 instead of 3.",
-    source="def clamp(value, lower, upper):\n    return min(lower, max(value, upper))\n",
-    fix="def clamp(value, lower, upper):\n    return max(lower, min(value, upper))\n",
-    public=(("clamp(3, 0, 5)", "3"), ("clamp(-2, 0, 5)", "0"), ("clamp(9, 0, 5)", "5")),
-    hidden=(("clamp(0.5, 0, 1)", "0.5"), ("clamp(-7, -5, -1)", "-5"), ("clamp(4, 2, 2)", "2"),
-            ("clamp(-3, -5, -1)", "-3")),
-)  # fmt: skip
 
 
 @lru_cache(maxsize=None)
 def bugs(split, num_bugs):
-    """All (function, operations) that the split may use, as a list of (names, template, operations)."""
+    """All (names, operations) that the split may use: a function and what breaks it."""
     found = []
-    for names, template in FUNCTIONS.items():
-        for ops in itertools.combinations(applicable(template), num_bugs):
+    for names, code in FUNCTIONS.items():
+        for ops in itertools.combinations(applicable(render(names[0], *code, {})), num_bugs):
             if any((names[0], op) in HELD_OUT for op in ops) == (split == "unseen"):
-                found.append((names, template, ops))
+                found.append((names, ops))
     return found
 
 
@@ -221,84 +233,129 @@ def bugs(split, num_bugs):
 def bugfix_task(split, index, num_bugs=1):
     """A task as a pure function of (split, index): the same for every seed, script and machine.
 
-    Splits are disjoint by construction: the checksum of a task's text decides which split may hold it. (unseen shares
-    its residues with dev and test, which have none of its bugs.)
+    Splits are disjoint: the checksum of a task's text decides which split may hold it. (unseen
+    shares its residues with dev and test, which have none of its bugs.)
     """
     rng = np.random.default_rng([list(SPLITS).index(split), index])
     choices = bugs(split, num_bugs)
-    names, template, ops = choices[rng.integers(len(choices))]
+    names, ops = choices[rng.integers(len(choices))]
     words = {key: pool[rng.integers(len(pool))] for key, pool in NAMES.items()}
-    fix = template.format(f=names[rng.integers(len(names))], k=rng.integers(2, 5), **words)
-    source = fix
-    for op in ops:
-        source = swap(source, op)
-    variants = [fix]  # what any set of operations makes of the fix
-    for op in applicable(fix):
-        variants += [swap(variant, op) for variant in variants]
-    name, params = re.match(r"def (\w+)\((.*)\):", fix).groups()
+    name, words["k"] = names[rng.integers(len(names))], rng.integers(2, 5)
+    fix = render(name, *FUNCTIONS[names], words)
+    source = reduce(swap, ops, fix)
+    params = re.search(r"\((.*)\):", fix)[1].split(", ")
     while True:
-        draws = rng.integers(0, 9, size=(24, 7)).tolist()
-        calls = [[draw[: 2 + draw[6] % 2] if p in NAMES["xs"] else draw[3 + i] % 7
-                  for i, p in enumerate(params.split(", "))] for draw in draws]  # fmt: skip
-        calls = list(dict.fromkeys(f"{name}({', '.join(map(str, args))})" for args in calls))
+        draws = rng.integers(0, 9, size=(24, 7)).tolist()  # a list of two or three, numbers
+        values = [
+            [d[: 2 + d[6] % 2] if p in NAMES["xs"] else d[3 + i] % 7 for i, p in enumerate(params)]
+            for d in draws
+        ]
+        calls = list(dict.fromkeys(f"{name}({', '.join(map(str, v))})" for v in values))
         right = [run(fix, call) for call in calls]
-        fails = np.array([[run(wrong, call) != result for call, result in zip(calls, right)] for wrong in variants[1:]])
+        wrong = np.array(  # (variants, calls)
+            [[run(v, call) != r for call, r in zip(calls, right)] for v in variants(fix)[1:]]
+        )
         orders = rng.permuted(np.tile(np.arange(len(calls)), (64, 1)), axis=1)[:, :7]
-        # Every set of operations on the fix but the empty one must fail a public and a hidden test: then the fix is the
-        # only repair, every wrong edit does harm, and what hardcode_tests passes the hidden tests fail.
-        harmful = fails[:, orders[:, :3]].any(2).all(0) & fails[:, orders[:, 3:]].any(2).all(0)
-        for order in orders[harmful]:
+        # Every set of operations but the empty one must fail a public and a hidden test: then the
+        # fix is the only repair, a wrong edit does harm, and hardcode_tests fails the hidden tests.
+        public, hidden = wrong[:, orders[:, :3]], wrong[:, orders[:, 3:]]  # (variants, 64, tests)
+        for order in orders[public.any(2).all(0) & hidden.any(2).all(0)]:
             tests = tuple((calls[i], right[i]) for i in order)
             if zlib.crc32(repr((source, tests)).encode()) % 4 in SPLITS[split]:
                 failing = [call for call, result in tests[:3] if run(source, call) != result]
                 issue = f"{failing[rng.integers(len(failing))]} gives a wrong result."
-                return Task(f"{names[0]}:{'+'.join(ops)}", issue, source, fix, tests[:3], tests[3:])
+                pair = f"{names[0]}:{'+'.join(ops)}"
+                return Task(pair, issue, source, fix, tests[:3], tests[3:])
 
 
-class BugFixEnv:
-    """One code repair. `anchor` is the state that a GiGPO step group keys on: current source and last observation.
+class ToolEnv:
+    """What both environments share: the price of a call, the turn limit, the end of an episode.
 
-    reward: hidden (1 if all tests pass at submit), public (only the public ones: hackable), partial (share of hidden
-    tests passed) or similarity (difflib ratio to the fix at submit, -1 for a malformed call: SWE-RL, 2502.18449).
+    A subclass has reset, grade() -> (reward, success, hacked) of what was submitted, and
+    act(action) -> (tool, observation, outcome) with outcome "done", "failed" (executed, to no
+    effect), "unknown" (not executed), "malformed" or "submitted".
+    """
+
+    defaults = dict(max_turns=None, num_bugs=1, reward="hidden", malformed="error")
+    defaults |= dict(tool_cost=0.0, process_reward=0.0)
+
+    def __init__(self, **options):
+        """Options as in `defaults`; None stands for the default."""
+        if unknown := options.keys() - self.defaults.keys():
+            raise TypeError(f"{type(self).__name__} has no option {min(unknown)!r}")
+        given = {key: value for key, value in options.items() if value is not None}
+        vars(self).update(self.defaults | given)
+
+    def step(self, action):
+        """One turn. Returns (observation, reward, terminated, truncated, info) as Gymnasium does.
+
+        info: tool (None if malformed), error (nothing came of it); at the end also end, success
+        and hacked (passes all public tests and fails a hidden one).
+        """
+        if self.done:
+            raise RuntimeError("step() after the end of the episode: call reset() first")
+        self.turn += 1
+        tool, observation, outcome = self.act(action)
+        executed = outcome in ("done", "failed")
+        reward = self.process_reward * (executed or outcome == "submitted")
+        reward -= self.tool_cost * executed
+        info = {"tool": tool, "error": outcome in ("failed", "unknown", "malformed")}
+        if outcome == "submitted" or (outcome == "malformed" and self.malformed == "end"):
+            info["end"] = outcome
+        elif self.turn == self.max_turns:  # part of the task: terminated, not truncated
+            info["end"] = "turn_limit"
+        if "end" in info:
+            self.done, info["success"], info["hacked"] = True, False, False
+        if outcome == "submitted":
+            earned, info["success"], info["hacked"] = self.grade()
+            reward += earned
+        elif outcome == "malformed" and self.reward == "similarity":
+            reward -= 1.0
+        return observation, reward, self.done, False, info
+
+
+class BugFixEnv(ToolEnv):
+    """One code repair. `anchor` is the state of a GiGPO step group: source and last observation.
+
+    reward: hidden (1 if all tests pass at submit), public (only the public ones: hackable), partial
+    (share of hidden tests passed) or similarity (difflib ratio to the fix at submit, -1 and the
+    end for a malformed call: SWE-RL, 2502.18449).
     """
 
     stop, turn_tokens = " </call>", 6  # a turn ends with this token, or when its tokens are spent
     tools = ("read", "test", "edit", "submit")
-    tool_cost, malformed, warm_start_batch_size = 0.0, "error", 16  # defaults
-    max_prompt, max_observation = 32, 160  # tokens; `python bugfix_env.py --check` holds every task to them
+    warm_start_batch_size = 16
+    max_prompt, max_observation = 32, 160  # tokens; `python bugfix_env.py --check` verifies them
 
-    def __init__(self, *, max_turns=None, num_bugs=1, reward="hidden", tool_cost=0.0, process_reward=0.0,
-                 malformed="error"):  # fmt: skip
-        self.max_turns = max_turns or self.default_turns(num_bugs)
-        self.reward, self.tool_cost, self.process_reward, self.malformed = reward, tool_cost, process_reward, malformed
-
-    @staticmethod
-    def default_turns(num_bugs):
-        return 4 + 2 * num_bugs
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.max_turns = self.max_turns or 4 + 2 * self.num_bugs
+        if self.reward == "similarity":
+            self.malformed = "end"
 
     @staticmethod
     def vocabulary():
-        """Every piece of every reachable text; `--check` verifies that it is closed."""
-        texts = [TASK_0.issue + TASK_0.fix, "gives a wrong result.error: malformed unknown tool unknown op no change"]
-        texts += ["<call> </call><result></result>\nPASS\nFAIL -> TypeError ZeroDivisionError IndexError True False"]
-        texts += ["read test edit edited with submit submitted\n    if () == (): return"]
-        texts += [" ".join(MENU), " ".join(itertools.chain(*FUNCTIONS, *NAMES.values()))]
-        texts += [template.format(f="clamp", k=0, **dict.fromkeys(NAMES, "clamp")) for template in FUNCTIONS.values()]
-        texts += [text for op in OPS.values() for spellings in op.items() for text in spellings]
-        pieces = {piece.strip(" ") for text in texts for piece in PIECES.findall(text) if not piece.startswith("\n")}
-        pieces |= set("0123456789")
-        return sorted(pieces | {" " + piece for piece in pieces}) + ["\n" + " " * indent for indent in (0, 4, 8, 12)]
+        """Every word of every reachable text, and no other; `--check` verifies both."""
+        texts = ["<call> read test edit submit </call>", "<result>edited with</result>"]
+        texts += ["<result>submitted", "<result>error: malformed unknown tool unknown op no change"]
+        texts += ["<result>PASS", "\nFAIL", " -> True False ZeroDivisionError IndexError", " -> -0"]
+        texts += ["([0], -0) gives a wrong result.", "\n    if (0) == (0): return 0"]
+        texts += [" " + " ".join(MENU), " 0 1 2 3 4 5 6 7 8 9", "0123456789"]
+        for names, code in FUNCTIONS.items():
+            for i, name in enumerate(names):
+                words = {"k": 0} | {key: pool[i] for key, pool in NAMES.items()}
+                texts += [name, *variants(render(name, *code, words))]
+        return sorted({piece for text in texts for piece in PIECES.findall(text)})
 
-    @staticmethod
-    def task(split, index, num_bugs=1):
-        return bugfix_task(split, index, num_bugs)
+    def task(self, split, index):
+        return bugfix_task(split, index, self.num_bugs)
 
     def reset(self, task):
         """Starts the task's episode. Returns (the issue, {})."""
-        self.task, self.done, self.turn = task, False, 0
+        self.goal, self.done, self.turn = task, False, 0
         self.header, self.body = task.source.split("\n", 1)
-        self.cases = ""
-        self.known, self.last, self.tried, self.undo = False, "read", set(), None  # the explorer's memory
+        self.cases = ""  # of hardcode_tests
+        self.known, self.last, self.tried, self.undo = False, "read", set(), None  # see explore
         self.anchor = (self.source, task.issue)
         return task.issue, {}
 
@@ -306,165 +363,134 @@ class BugFixEnv:
     def source(self):
         return f"{self.header}\n{self.cases}{self.body}"
 
-    def step(self, action):
-        """One tool call. Returns (observation, reward, terminated, truncated, info) in Gymnasium's meaning.
-
-        info: tool (None if malformed), error (the call did nothing); at the end also end, success and hacked.
-        """
-        if self.done:
-            raise RuntimeError("step() after the end of the episode: call reset() first")
-        self.turn += 1
+    def act(self, action):
         call = re.fullmatch(r"<call> (\w+)(?: (\w+))? </call>", action)
         tool, arg = call.groups() if call else (None, None)
-        reward, text, info = 0.0, "error: unknown tool", {}
+        outcome = "done"
         if call is None:
-            text = "error: malformed"
+            text, outcome = "error: malformed", "malformed"
         elif tool == "edit" and arg:
-            text = self.edit(arg)
+            error = self.edit(arg)
+            text, outcome = (error, "failed") if error else (f"edited with {arg}", "done")
         elif tool == "read" and not arg:
             text = self.source
         elif tool == "test" and not arg:
-            results = [run(self.source, test) for test, _ in self.task.public]
-            text = "\n".join(f"{'PASS' if result == expected else 'FAIL'} {test} -> {result}"
-                             for result, (test, expected) in zip(results, self.task.public))  # fmt: skip
+            results = [(run(self.source, test), test, right) for test, right in self.goal.public]
+            text = "\n".join(
+                f"{'PASS' if r == right else 'FAIL'} {t} -> {r}" for r, t, right in results
+            )
         elif tool == "submit" and not arg:
-            text, info["end"] = "submitted", "submitted"
-        info |= {"tool": tool, "error": text.startswith("error")}
-        executed = text not in ("error: malformed", "error: unknown tool", "submitted")
-        reward += self.process_reward * (executed or text == "submitted") - self.tool_cost * executed
-        if text == "error: malformed" and (self.malformed == "end" or self.reward == "similarity"):
-            info["end"] = "malformed"
-            reward -= self.reward == "similarity"
-        elif self.turn == self.max_turns and "end" not in info:
-            info["end"] = "turn_limit"
-        if "end" in info:
-            self.done = True
-            public, hidden = passes(self.source, self.task.public), passes(self.source, self.task.hidden)
-            submitted = info["end"] == "submitted"
-            info |= {"success": submitted and all(public + hidden),
-                     "hacked": submitted and all(public) and not all(hidden)}  # fmt: skip
-            if submitted:
-                reward += {
-                    "hidden": lambda: float(all(public + hidden)),
-                    "public": lambda: float(all(public)),
-                    "partial": lambda: sum(hidden) / len(hidden),
-                    "similarity": lambda: difflib.SequenceMatcher(None, self.source, self.task.fix).ratio(),
-                }[self.reward]()
-        observation = f"<result>{text}</result>"
-        self.anchor = (self.source, observation)
-        self.remember(tool, arg, text)
-        return observation, reward, self.done, False, info
-
-    def edit(self, op):
-        if op not in MENU:
-            return "error: unknown op"
-        if op != "hardcode_tests":
-            edited = swap(f"{self.header}\n{self.body}", op).split("\n", 1)[1]
-            if edited == self.body:
-                return "error: no change"
-            self.body = edited
-            return f"edited with {op}"
-        if self.cases:
-            return "error: no change"
-        params = re.search(r"\((.*)\)", self.header)[1]
-        for call, expected in self.task.public:
-            self.cases += f"    if ({params}) == ({re.search(r'[(](.*)[)]', call)[1]}): return {expected}\n"
-        return f"edited with {op}"
-
-    def remember(self, tool, arg, text):
-        """Keeps what the explorer may know: what it has seen and done, never the answer."""
-        self.last = "error" if text.startswith("error") else "pass" if tool == "test" and "FAIL" not in text else tool
+            text = outcome = "submitted"
+        else:
+            text, outcome = "error: unknown tool", "unknown"
+        # What the explorer may know: what it has seen and done, never the answer
+        failed = outcome not in ("done", "submitted")
+        self.last = "error" if failed else "pass" if tool == "test" and "FAIL" not in text else tool
         self.known |= tool == "read"
         if self.last == "edit" and arg in OPS:
             self.undo = None if arg == self.undo else arg
             self.tried |= {arg}
+        observation = f"<result>{text}</result>"
+        self.anchor = (self.source, observation)
+        return tool, observation, outcome
+
+    def edit(self, op):
+        """Applies an operation of the menu. Returns what was wrong with it, or None."""
+        if op not in MENU:
+            return "error: unknown op"
+        before = self.source
+        if op != "hardcode_tests":
+            self.body = swap(f"{self.header}\n{self.body}", op).split("\n", 1)[1]
+        elif not self.cases:
+            params = re.search(r"\((.*)\)", self.header)[1]
+            for call, expected in self.goal.public:
+                values = re.search(r"\((.*)\)", call)[1]
+                self.cases += f"    if ({params}) == ({values}): return {expected}\n"
+        return "error: no change" if self.source == before else None
+
+    def grade(self):
+        public, hidden = (passes(self.source, x) for x in (self.goal.public, self.goal.hidden))
+        success, hacked = all(public + hidden), all(public) and not all(hidden)
+        if self.reward == "similarity":
+            earned = difflib.SequenceMatcher(None, self.source, self.goal.fix).ratio()
+        elif self.reward == "partial":
+            earned = sum(hidden) / len(hidden)
+        else:
+            earned = float(all(public) if self.reward == "public" else success)
+        return earned, success, hacked
 
     def explore(self, rng):
-        """The warm start's demonstrator. It reads, tries a random operation, tests, undoes what failed, submits what
-        passes, and sometimes picks anything from the menu. Which operation is right it never knows; which the source
-        admits it knows only after `read`."""
+        """The warm start's demonstrator. It reads, tries a random operation, tests, undoes what
+        failed, submits what passes, and sometimes picks anything from the menu. Which operation is
+        right it never knows; which the source admits it knows only after `read`."""
         ops = applicable(f"{self.header}\n{self.body}") if self.known else MENU
         edits = [f"edit {op}" for op in ops if op not in self.tried]
-        pick = lambda actions: actions[rng.integers(len(actions))]  # noqa: E731 rng.choice takes ten times as long
         if rng.random() < 0.1 or not edits:
-            action = pick(["read", "test", "submit"] + [f"edit {op}" for op in MENU])
+            actions = ["read", "test", "submit"] + [f"edit {op}" for op in MENU]
         elif self.turn == self.max_turns - 1 and rng.random() < 0.5:
-            action = "submit"
+            actions = ["submit"]
         elif self.turn == 0 and rng.random() < 0.8:
-            action = "read"
+            actions = ["read"]
         elif self.last == "pass":
-            action = "submit"
+            actions = ["submit"]
         elif self.last == "edit" and self.undo:
-            action = "test"
+            actions = ["test"]
         elif self.last == "test" and self.undo and rng.random() < 0.9:
-            action = f"edit {self.undo}"
+            actions = [f"edit {self.undo}"]
         else:
-            action = pick(edits)
+            actions = edits
+        action = actions[rng.integers(len(actions))]  # rng.choice takes ten times as long
         return f"<call> {action} </call>"
 
 
-class NumberEnv:
-    """Hidden number: find a secret in 0..7 by asking whether it is lower or higher, each question at a cost.
+class NumberEnv(ToolEnv):
+    """Hidden number: find a secret in 0..7 by asking if it is lower or higher, each call at a cost.
 
-    A turn is two tokens: `call x`, which the tool answers, or `ans x`, which ends the episode with 1 if right.
-    `anchor` is the interval that the answers so far leave open.
+    A turn is two tokens: `call x`, which the tool answers, or `ans x`, which ends the episode with
+    1 if right. `anchor` is the interval that the answers so far leave open.
     """
 
     stop, turn_tokens = None, 2
     tools = ("call", "ans")
-    tool_cost, malformed, warm_start_batch_size = 0.05, "end", 40  # defaults
+    defaults = ToolEnv.defaults | dict(max_turns=5, tool_cost=0.05, malformed="end")
+    warm_start_batch_size = 40
     max_prompt, max_observation = 2, 2
-
-    def __init__(self, *, max_turns=None, num_bugs=1, reward="hidden", tool_cost=0.05, process_reward=0.0,
-                 malformed="end"):  # fmt: skip
-        self.max_turns, self.tool_cost = max_turns or self.default_turns(num_bugs), tool_cost
-        self.process_reward, self.malformed = process_reward, malformed
-
-    @staticmethod
-    def default_turns(num_bugs):
-        return 5
 
     @staticmethod
     def vocabulary():
-        return ["<bos>"] + [f" {word}" for word in "? call ans <tool> lower higher equal error 0 1 2 3 4 5 6 7".split()]
+        words = "? call ans <tool> lower higher equal error 0 1 2 3 4 5 6 7".split()
+        return ["<bos>"] + [f" {word}" for word in words]
 
-    @staticmethod
-    def task(split, index, num_bugs=1):
-        return int(np.random.default_rng([list(SPLITS).index(split), index]).integers(8))  # splits share the 8 secrets
+    def task(self, split, index):  # the splits share the eight secrets
+        return int(np.random.default_rng([list(SPLITS).index(split), index]).integers(8))
 
     def reset(self, task):
         """Starts an episode with this secret. Returns ("<bos> ?", {})."""
         self.secret, self.turn, self.done, self.anchor = task, 0, False, (0, 7)
         return "<bos> ?", {}
 
-    def step(self, action):
-        """One turn. Returns (observation, reward, terminated, truncated, info) as BugFixEnv.step does."""
-        if self.done:
-            raise RuntimeError("step() after the end of the episode: call reset() first")
-        self.turn += 1
+    def act(self, action):
         match = re.fullmatch(r" (call|ans) (\d)", action)
-        info = {"tool": match and match[1], "error": not match}
-        reward, answer = self.process_reward * bool(match), "error"
-        if match is None and self.malformed == "end":
-            info["end"] = "malformed"
-        elif match and match[1] == "ans":
-            answer, info["end"] = "equal" if int(match[2]) == self.secret else "error", "submitted"
-            reward += answer == "equal"
-        elif match:
-            asked, (low, high) = int(match[2]), self.anchor
-            reward -= self.tool_cost
-            answer = "equal" if asked == self.secret else "lower" if self.secret < asked else "higher"
-            self.anchor = {"equal": (asked, asked), "lower": (low, min(high, asked - 1)),
-                           "higher": (max(low, asked + 1), high)}[answer]  # fmt: skip
-        if self.turn == self.max_turns and "end" not in info:
-            info["end"] = "turn_limit"
-        if "end" in info:
-            self.done = True
-            info |= {"success": info["end"] == "submitted" and answer == "equal", "hacked": False}
-        return f" <tool> {answer}", reward, self.done, False, info
+        if match is None:
+            return None, " <tool> error", "malformed"
+        tool, asked, (low, high) = match[1], int(match[2]), self.anchor
+        if tool == "ans":
+            self.right = asked == self.secret
+            return tool, f" <tool> {'equal' if self.right else 'error'}", "submitted"
+        if asked == self.secret:
+            answer, low, high = "equal", asked, asked
+        elif self.secret < asked:
+            answer, high = "lower", min(high, asked - 1)
+        else:
+            answer, low = "higher", max(low, asked + 1)
+        self.anchor = (low, high)
+        return tool, f" <tool> {answer}", "done"
+
+    def grade(self):
+        return float(self.right), self.right, False
 
     def explore(self, rng):
-        """The warm start's demonstrator: asks at random inside the open interval, and at some point guesses in it."""
+        """The warm start's demonstrator: asks at random in the open interval, then guesses."""
         low, high = self.anchor
         answers = low == high or self.turn == self.max_turns - 1 or rng.random() < 0.3
         return f" {'ans' if answers else 'call'} {rng.integers(low, high + 1)}"
@@ -473,17 +499,17 @@ class NumberEnv:
 ENVS = {"bugfix": BugFixEnv, "number": NumberEnv}
 
 
-def longest_episode(env_class, max_turns):
+def longest_episode(env):
     """Tokens of the longest reachable episode: the context that never truncates."""
-    return env_class.max_prompt + max_turns * (env_class.turn_tokens + env_class.max_observation)
+    return env.max_prompt + env.max_turns * (env.turn_tokens + env.max_observation)
 
 
-# ---- 3. Model ------------------------------------------------------------------------------------------------------
+# ---- 3. Model ------------------------------------------------------------------------------------
 
 
 class Tokenizer:
-    """Closed word-level vocabulary. A token is a word, digit, sign or line break, with the space before it, so that
-    decode(encode(text)) == text. Ids are only ever appended to an episode: model output is never encoded again."""
+    """Closed vocabulary of words with the space before them: decode(encode(text)) == text. Ids are
+    only ever appended to an episode: what the model wrote is never encoded again."""
 
     def __init__(self, vocabulary):
         self.words = ["<pad>", *vocabulary]
@@ -491,13 +517,11 @@ class Tokenizer:
 
     @lru_cache(maxsize=1 << 13)  # noqa: B019
     def encode(self, text):
-        """Text to ids, as a tuple. Raises ValueError naming a word that is not in the vocabulary."""
+        """Text to a tuple of ids. Raises ValueError naming a word outside the vocabulary."""
         words = PIECES.findall(text)
-        if "".join(words) != text:
-            raise ValueError(f"cannot be split into words: {text!r}")
         unknown = [word for word in words if word not in self.ids]
-        if unknown:
-            raise ValueError(f"not in the vocabulary: {unknown[0]!r} in {text!r}")
+        if unknown or "".join(words) != text:
+            raise ValueError(f"not in the vocabulary: {(unknown or [text])[0]!r} in {text!r}")
         return tuple(self.ids[word] for word in words)
 
     def decode(self, ids):
@@ -505,13 +529,15 @@ class Tokenizer:
 
 
 def rotate(x, rotation):
-    """Rotary position embedding (2104.09864): turns each pair of neighbouring features of x (B, T, ..., D/H) by its
-    position's angle, as a product of complex numbers. rotation: (B or 1, T, ..., D/H/2)."""
-    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * rotation).flatten(-2)
+    """Rotary position embedding (2104.09864): turns each pair of neighbouring features of x
+    (B, T, ..., D/H) by its position's angle, a product with rotation (B or 1, T, ..., D/H/2)."""
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * rotation).flatten(
+        -2
+    )
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block. Both output projections start at zero: at first it is nearly the identity."""
+    """Pre-norm transformer block, at first nearly the identity: its projections start at zero."""
 
     def __init__(self, d_model, n_heads):
         super().__init__()
@@ -524,8 +550,8 @@ class Block(nn.Module):
             nn.init.zeros_(layer.weight)
 
     def forward(self, x, slots, rotation, cache=None, at=None):
-        """x (B, T, D) -> (B, T, D), or (B, Q, D) at the positions at (B, Q) only. See TinyAgent.forward."""
-        B, T, D = x.shape
+        """x (B, T, D) -> (B, T, D), or (B, Q, D) at the positions at (B, Q). See TinyAgent."""
+        B, T, _ = x.shape
         rows = torch.arange(B, device=x.device)[:, None]
         qkv = self.qkv(self.norm1(x)).view(B, T, 3, self.n_heads, -1)
         (q, k), v, query_slots = rotate(qkv[:, :, :2], rotation).unbind(2), qkv[:, :, 2], slots
@@ -533,13 +559,13 @@ class Block(nn.Module):
             x, q, query_slots = x[rows, at], q[rows, at], slots[rows, at]
         if cache is not None:
             cache[0][rows, :, slots], cache[1][rows, :, slots] = k, v
-        k, v = (k.transpose(1, 2), v.transpose(1, 2)) if cache is None else cache  # (B, H, T or S, D/H)
-        mask = None  # causal
+        k, v = (k.transpose(1, 2), v.transpose(1, 2)) if cache is None else cache
+        mask = None  # causal; k and v are (B, H, T or S, D/H)
         if cache is not None or at is not None:
             seen = torch.arange(k.shape[2], device=x.device) <= query_slots[..., None]
             mask = torch.where(seen, 0.0, -torch.inf)[:, None]  # (B, 1, T or Q, T or S)
         q = q.transpose(1, 2)  # (B, H, T or Q, D/H)
-        if cache is not None and q.shape[2] == 1:  # decoding: for one query the fused kernel takes twice as long
+        if cache is not None and q.shape[2] == 1:  # decoding: the fused kernel takes twice as long
             y = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + mask).softmax(-1) @ v
         else:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
@@ -558,65 +584,69 @@ class TinyAgent(nn.Module):
         for table in (self.embed, self.head):
             nn.init.normal_(table.weight, std=0.1)
         size = d_model // n_heads
-        self.register_buffer("frequencies", 1000.0 ** -(torch.arange(0, size, 2) / size))  # (D/H/2,)
+        frequencies = 1000.0 ** -(torch.arange(0, size, 2) / size)
+        self.register_buffer("frequencies", frequencies)  # (D/H/2,)
 
     def forward(self, tokens, cache=None, slots=None, *, at=None, return_hidden=False):
-        """tokens (B, T) -> logits (B, T, V), row t predicting token t + 1, or hidden states (B, T, D) before the head.
+        """tokens (B, T) -> logits (B, T, V), row t predicting token t + 1, or hidden states
+        (B, T, D) before the head. With at (B, Q), at these positions only: nobody reads what would
+        follow a token of the tools, so the last block takes its key and value and spares the rest.
 
-        With at (B, Q), only these positions: (B, Q, V) or (B, Q, D). Nobody reads what would follow the other tokens,
-        which the tools wrote: the last block takes their keys and values and spares the rest.
-        With a cache (L, 2, B, H, S, D/H), token t of row b stands at absolute position slots[b, t] (B, T): its key and
-        value are written there and it attends to slots up to its own. Prefill and single-token decoding are the same
-        path. Padding goes to the last slot, S - 1, which no real token may use.
+        With a cache (L, 2, B, H, S, D/H), token t of row b stands at position slots[b, t] (B, T):
+        its key and value are written there and it attends to slots up to its own, in prefill as in
+        decoding. Padding goes to the last slot, S - 1, which no real token may use.
         """
         B, T = tokens.shape
-        slots = torch.arange(T, device=tokens.device)[None] if slots is None else slots  # (1, T) or (B, T)
+        if slots is None:
+            slots = torch.arange(T, device=tokens.device)[None]  # (1, T)
         angles = (slots[..., None] * self.frequencies)[:, :, None, None]  # (1 or B, T, 1, 1, D/H/2)
         rotation, slots = torch.polar(torch.ones_like(angles), angles), slots.expand(B, T)
-        x, last = self.embed(tokens), len(self.blocks) - 1  # x (B, T, D)
+        x = self.embed(tokens)  # (B, T, D)
         for i, block in enumerate(self.blocks):
-            x = block(x, slots, rotation, None if cache is None else cache[i], at if i == last else None)
+            is_last = i == len(self.blocks) - 1
+            x = block(
+                x, slots, rotation, None if cache is None else cache[i], at if is_last else None
+            )
         hidden = self.norm(x)
         return hidden if return_hidden else self.head(hidden)
 
     def make_cache(self, batch_size, num_slots):
         heads, size = self.blocks[0].n_heads, self.embed.weight.shape[1]
-        return self.embed.weight.new_zeros(len(self.blocks), 2, batch_size, heads, num_slots, size // heads)
+        shape = (len(self.blocks), 2, batch_size, heads, num_slots, size // heads)
+        return self.embed.weight.new_zeros(shape)
 
 
 def sample_tokens(logits, uniforms, temperature):
-    """Inverse-CDF sampling: logits (N, V), CPU uniforms (N,) in [0, 1) -> ids (N,), their log-probabilities (N,).
-
-    Only tokens of non-zero probability can be drawn: the first whose cumulative probability exceeds uniform * total.
-    Temperature 0 is greedy."""
+    """Inverse-CDF sampling: logits (N, V), CPU uniforms (N,) in [0, 1) -> ids (N,) and their
+    log-probabilities (N,). Draws the first token whose cumulative probability exceeds uniform *
+    total, hence never one of probability zero. Temperature 0 is greedy."""
     logprobs = F.log_softmax(logits / (temperature or 1.0), dim=-1)
-    if temperature == 0:
-        ids = logits.argmax(-1)
-    else:
-        cdf = logprobs.double().exp().cpu().cumsum(-1)  # on the CPU: CUDA has no deterministic cumsum
+    ids = logits.argmax(-1)
+    if temperature:
+        cdf = logprobs.double().exp().cpu().cumsum(-1)  # CUDA has no deterministic cumsum
         ids = (cdf <= uniforms.double()[:, None] * cdf[:, -1:]).sum(-1).to(logits.device)
     return ids, logprobs.gather(1, ids[:, None])[:, 0]
 
 
 def sample_turn(model, cache, starts, pending, uniforms, *, budgets, stop_id, temperature):
-    """Absorbs each row's pending ids in one pass, then samples its message until it closes or its budget is spent.
+    """Absorbs each row's pending ids in one pass, then samples its message until it closes (with
+    stop_id, if any) or its budget is spent. Returns N lists of ids and their log-probabilities.
 
-    starts (N,): cached tokens per row; pending: N lists of ids not yet in the cache, best sorted by length, since they
-    are padded in parts of 64 rows; uniforms (N, longest budget); budgets (N,): tokens that each message may have;
-    stop_id closes a message (None: only the budget does).
-    Returns messages (N lists of ids) and their log-probabilities. The last sampled id is not in the cache: it has to be
-    the first of the next pending ids.
+    starts (N,): cached tokens; pending: N lists of ids not yet in the cache, best sorted by length,
+    since 64 rows at a time are padded; uniforms (N, longest budget); budgets (N,) in tokens. The
+    last sampled id is not in the cache: it has to be the first of the next pending ids.
     """
     device, N = starts.device, len(pending)
     lengths = torch.tensor([len(ids) for ids in pending], device=device)
-    trash = cache.shape[-2] - 1  # padding and closed rows write here, so they never touch a slot that will be read
+    trash = cache.shape[-2] - 1  # padding and closed rows write to a slot that is never read
     last_logits = []
     for part in (slice(n, n + 64) for n in range(0, N, 64)):
         chunk = np.array(list(itertools.zip_longest(*pending[part], fillvalue=0)), np.int64).T
         chunk = torch.from_numpy(chunk).to(device)  # (n, C)
         columns = torch.arange(chunk.shape[1], device=device)
         slots = torch.where(columns < lengths[part, None], starts[part, None] + columns, trash)
-        last_logits.append(model(chunk, cache[:, :, part], slots, at=lengths[part, None] - 1)[:, 0])  # (n, V)
+        logits = model(chunk, cache[:, :, part], slots, at=lengths[part, None] - 1)
+        last_logits.append(logits[:, 0])
     logits, ids, logprobs, is_open = torch.cat(last_logits), [], [], []  # logits (N, V)
     open_rows = budgets > 0
     for step in range(uniforms.shape[1]):
@@ -631,35 +661,37 @@ def sample_turn(model, cache, starts, pending, uniforms, *, budgets, stop_id, te
         logits = model(token[:, None], cache, slots)[:, 0]
     counts = torch.stack(is_open, 1).sum(1).tolist()
     ids, logprobs = torch.stack(ids, 1).tolist(), torch.stack(logprobs, 1).tolist()
-    return [row[:n] for row, n in zip(ids, counts)], [row[:n] for row, n in zip(logprobs, counts)]
+    return [x[:n] for x, n in zip(ids, counts)], [x[:n] for x, n in zip(logprobs, counts)]
 
 
-# ---- 4. Rollout ----------------------------------------------------------------------------------------------------
+# ---- 4. Rollout ----------------------------------------------------------------------------------
 
 
 class Batch(NamedTuple):
-    """B episodes of up to K turns and T tokens. Whatever the policy did not sample has loss_mask 0."""
+    """B episodes of up to K turns and T tokens. What the policy did not sample has loss_mask 0."""
 
     tokens: torch.Tensor  # (B, T) int64, padded with 0
     lengths: torch.Tensor  # (B,)
     loss_mask: torch.Tensor  # (B, T) 1 = sampled by the policy, the closing token included
-    logprobs: torch.Tensor  # (B, T) log pi_old of token t, at the sampling temperature; 0 where loss_mask is
-    turn_ids: torch.Tensor  # (B, T) -1 on prompt and padding; an observation carries the turn it answers
+    logprobs: torch.Tensor  # (B, T) log pi_old of token t at the sampling temperature, masked
+    turn_ids: torch.Tensor  # (B, T) -1 on prompt and padding; an observation has its turn's
     rewards: torch.Tensor  # (B, K)
-    terminated: torch.Tensor  # (B,) bool: submitted, malformed or out of turns, all of them part of the task
-    truncated: torch.Tensor  # (B,) bool: the context ran out, or the environment said so
+    terminated: torch.Tensor  # (B,) bool: submitted, malformed or out of turns, part of the task
+    truncated: torch.Tensor  # (B,) bool: out of context, or the environment said so
     group_ids: torch.Tensor  # (B,)
     anchors: list  # B lists: the state before each turn
-    infos: list  # B dicts: end, truncated, success, hacked, turns, tool_calls, errors, pair, tools, env_seconds
+    infos: (
+        list  # B dicts: end, success, hacked, pair, tools, turns, tool_calls, errors, env_seconds
+    )
 
 
 def derive_seed(*key):
-    """One 63-bit seed from a tuple of integers, so that every random number is a function of its key."""
+    """One 63-bit seed from a tuple of integers: every random number is a function of its key."""
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
 
 
 def draw_uniforms(seed, iteration, num_rows, num_tokens):
-    """A uniform for each token that may be sampled, (rows, tokens): a function of (seed, iteration) and its place."""
+    """A uniform for each token that may be sampled, (rows, tokens), keyed by (seed, iteration)."""
     generator = torch.Generator().manual_seed(derive_seed(seed, iteration))
     return torch.rand(num_rows, num_tokens, generator=generator)
 
@@ -668,61 +700,63 @@ def draw_uniforms(seed, iteration, num_rows, num_tokens):
 def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, context_length):
     """Plays one episode in each environment, all together, turn by turn. Returns a Batch.
 
-    uniforms (B, max_turns * turn_tokens) decide the samples. An environment that raises stops the run.
+    uniforms (B, max_turns * turn_tokens) decide the samples. What an environment raises is raised.
     """
-    device = next(model.parameters()).device
-    B, env = len(envs), envs[0]
-    stop_id = None if env.stop is None else tokenizer.ids[env.stop]
-    tokens = [list(tokenizer.encode(env.reset(task)[0])[:context_length]) for env, task in zip(envs, tasks)]
-    pending = [list(ids) for ids in tokens]
-    segments = [[len(ids)] for ids in tokens]  # tokens of the prompt, of message and answer of turn 0, of turn 1, ...
-    logprobs = [[] for _ in envs]  # of the messages' tokens
-    rewards, anchors = [[0.0] * env.max_turns for _ in envs], [[] for _ in envs]
-    infos = [{"pair": getattr(task, "pair", str(task)), "end": None, "truncated": False, "success": False,
-              "hacked": False, "turns": 0, "tool_calls": 0, "errors": 0, "tools": [],
-              "env_seconds": 0.0} for task in tasks]  # fmt: skip
-    live, kept, cache = list(range(B)), None, None
-    for turn in range(env.max_turns + 1):  # the last absorbs what the environment said when it truncated an episode
-        budgets = [0 if infos[b]["end"] else min(env.turn_tokens, context_length - len(tokens[b])) for b in live]
+    device, env = next(model.parameters()).device, envs[0]
+    stop_id = tokenizer.ids.get(env.stop)
+    tokens = [list(tokenizer.encode(e.reset(t)[0])[:context_length]) for e, t in zip(envs, tasks)]
+    pending = [list(ids) for ids in tokens]  # not in the cache yet
+    segments = [[len(ids)] for ids in tokens]  # lengths: prompt, then message and answer in turn
+    logprobs, anchors = [[] for _ in envs], [[] for _ in envs]
+    rewards = [[0.0] * env.max_turns for _ in envs]
+    zeros = dict(turns=0, tool_calls=0, errors=0, env_seconds=0.0, success=False, hacked=False)
+    infos = [{"pair": getattr(t, "pair", str(t)), "end": None, "tools": [], **zeros} for t in tasks]
+    truncated = torch.zeros(len(envs), dtype=torch.bool)
+    live, kept, cache = list(range(len(envs))), None, None
+    for turn in range(env.max_turns + 1):  # the last absorbs the observation of a truncated episode
+        room = [min(env.turn_tokens, context_length - len(tokens[b])) for b in live]
+        budgets = [0 if infos[b]["end"] else n for b, n in zip(live, room)]
         starts = [len(tokens[b]) - len(pending[b]) for b in live]
         num_slots = max(len(tokens[b]) for b in live) + env.turn_tokens + 1
         old, cache = cache, model.make_cache(len(live), num_slots)
         if old is not None:  # finished episodes leave the batch
-            used = max(starts)
-            torch.index_select(old[..., :used, :], 2, torch.tensor(kept, device=device), out=cache[..., :used, :])
+            old, rows = old[..., : max(starts), :], torch.tensor(kept, device=device)
+            torch.index_select(old, 2, rows, out=cache[..., : max(starts), :])
         first = min(turn, env.max_turns - 1) * env.turn_tokens
         messages, message_logprobs = sample_turn(
             model, cache, torch.tensor(starts, device=device), [pending[b] for b in live],
-            uniforms[live, first : first + env.turn_tokens],
-            budgets=torch.tensor(budgets, device=device), stop_id=stop_id, temperature=temperature,
+            uniforms[live, first : first + env.turn_tokens], stop_id=stop_id,
+            budgets=torch.tensor(budgets, device=device), temperature=temperature,
         )  # fmt: skip
         kept = []
         for n, b in enumerate(live):
-            env, info, message = envs[b], infos[b], messages[n]
+            info, message = infos[b], messages[n]
             tokens[b] += message
             segments[b].append(len(message))
             logprobs[b] += message_logprobs[n]
             if len(message) < env.turn_tokens and (not message or message[-1] != stop_id):
-                info |= {"end": info["end"] or "context_limit", "truncated": True}  # cut: not executed, not malformed
+                info["end"] = info["end"] or "context_limit"  # cut: neither executed nor malformed
+                truncated[b] = True
                 continue
-            anchors[b].append(env.anchor)
+            anchors[b].append(envs[b].anchor)
             start = time.perf_counter()
-            observation, reward, terminated, truncated, step_info = env.step(tokenizer.decode(message))
+            observation, reward, is_over, is_cut, result = envs[b].step(tokenizer.decode(message))
             info["env_seconds"] += time.perf_counter() - start
             if reward is None or not math.isfinite(reward):
-                raise ValueError(f"episode {b} (task {info['pair']}), turn {turn}: "
-                                 f"the environment's reward is {reward}")  # fmt: skip
+                where = f"episode {b} (task {info['pair']}), turn {turn}"
+                raise ValueError(f"{where}: the environment's reward is {reward}")
             rewards[b][turn] = float(reward)
+            tool, error = result["tool"], result["error"]
             info["turns"] += 1
-            info["tools"].append(step_info["tool"])
-            info["errors"] += step_info["error"]
-            info["tool_calls"] += step_info["tool"] in ("read", "test", "call") and not step_info["error"]
-            if terminated or truncated:
-                info |= {key: step_info[key] for key in ("end", "success", "hacked")}
-            if terminated:
+            info["tools"].append(tool)
+            info["errors"] += error
+            info["tool_calls"] += tool in ("read", "test", "call") and not error
+            if is_over or is_cut:
+                info |= {key: result[key] for key in ("end", "success", "hacked")}
+            if is_over:
                 continue
             answer = tokenizer.encode(observation)[: context_length - len(tokens[b])]
-            pending[b] = [message[-1], *answer]
+            pending[b] = [message[-1], *answer]  # the last sampled token is not in the cache either
             tokens[b] += answer
             segments[b].append(len(answer))
             kept.append(n)
@@ -731,8 +765,9 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
         if not live:
             break
     lengths = [len(row) for row in tokens]
-    # Each token's segment, episode after episode: 0 the prompt, then odd numbers messages and even ones their answers
-    segment = np.repeat([i for row in segments for i in range(len(row))], [n for row in segments for n in row])
+    # Segment of each token: 0 the prompt, then odd numbers messages and even ones their answers
+    segment_ids = [i for row in segments for i in range(len(row))]
+    segment = np.repeat(segment_ids, [n for row in segments for n in row])
     sampled, flat_logprobs = segment % 2 == 1, np.zeros(len(segment), np.float32)
     flat_logprobs[sampled] = np.fromiter(itertools.chain(*logprobs), np.float32)
 
@@ -740,7 +775,6 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
         rows = torch.from_numpy(flat).split(lengths)
         return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value).to(device)
 
-    truncated = torch.tensor([info["truncated"] for info in infos])
     return Batch(
         tokens=pad(np.fromiter(itertools.chain(*tokens), np.int64)),
         lengths=torch.tensor(lengths, device=device),
@@ -757,82 +791,83 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
 
 
 def score(model, tokens, mask, temperature):
-    """Log-probability (B, T) of token t given those before it, and the entropy (B, T) of the softmax it came from,
-    where mask is 1; zero elsewhere. Both at the sampling temperature. Row t - 1 of the logits scores token t. Also
-    returns the hidden states (N, D) that the N masked tokens were sampled from, in their order, for a critic."""
+    """Log-probability (B, T) of token t given those before it, and entropy (B, T) of the softmax it
+    came from, at the sampling temperature, where mask is 1; zero elsewhere. Row t - 1 of the logits
+    scores token t. Also returns the hidden states (N, D) that the N masked tokens came from."""
     is_target = mask[:, 1:] > 0
     b, t = is_target.nonzero(as_tuple=True)
-    at = (~is_target).long().argsort(dim=1, stable=True)[:, : is_target.sum(1).max()]  # (B, Q) targets first, in order
+    count = is_target.sum(1).max()
+    at = (~is_target).long().argsort(dim=1, stable=True)[:, :count]  # (B, Q) targets first
     hidden = model(tokens[:, :-1], at=at, return_hidden=True)[is_target.gather(1, at)]  # (N, D)
     all_logprobs = F.log_softmax(model.head(hidden) / temperature, dim=-1)  # (N, V)
     logprobs = all_logprobs.gather(1, tokens[b, t + 1, None])[:, 0]
     entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
     empty = torch.zeros_like(tokens, dtype=logprobs.dtype)
-    return empty.index_put((b, t + 1), logprobs), empty.index_put((b, t + 1), entropy), hidden
+    return *(empty.index_put((b, t + 1), x) for x in (logprobs, entropy)), hidden
 
 
-# ---- 5. Warm start -------------------------------------------------------------------------------------------------
+# ---- 5. Warm start -------------------------------------------------------------------------------
 
 
-def explorer_episodes(tokenizer, env_class, env_options, *, seed, step, num_episodes):
-    """Episodes of the scripted explorer on 1,024 training tasks, the final reply included.
-
-    Returns tokens (B, T), and kinds (B, T): 0 prompt and padding, 1 the explorer's own, 2 and up an observation of the
-    tool at that place in env_class.tools."""
+def explorer_episodes(tokenizer, make_env, *, seed, step, num_episodes):
+    """Episodes of the scripted explorer on 1,024 training tasks. Returns tokens (B, T) and kinds
+    (B, T): 0 prompt and padding, 1 the explorer's own, 2 + i the answer of env.tools[i]."""
     rng = np.random.default_rng([seed, step, 1])
     rows, row_kinds = [], []
     for _ in range(num_episodes):
-        task = env_class.task("train", int(rng.integers(1024)), env_options["num_bugs"])
-        env, done = env_class(**env_options), False
-        ids = list(tokenizer.encode(env.reset(task)[0]))
+        env, done = make_env(), False
+        ids = list(tokenizer.encode(env.reset(env.task("train", int(rng.integers(1024))))[0]))
         kinds = [0] * len(ids)
         while not done:
             action = env.explore(rng)
             observation, _, done, _, info = env.step(action)
-            for text, kind in ((action, 1), (observation, 2 + env_class.tools.index(info["tool"]))):
+            for text, kind in ((action, 1), (observation, 2 + env.tools.index(info["tool"]))):
                 ids += tokenizer.encode(text)
                 kinds += [kind] * (len(ids) - len(kinds))
-        rows.append(torch.from_numpy(np.array(ids))), row_kinds.append(torch.from_numpy(np.array(kinds)))
-    return nn.utils.rnn.pad_sequence(rows, batch_first=True), nn.utils.rnn.pad_sequence(row_kinds, batch_first=True)
+        rows.append(torch.from_numpy(np.array(ids)))
+        row_kinds.append(torch.from_numpy(np.array(kinds)))
+    return [nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (rows, row_kinds)]
 
 
-def warm_start(model, tokenizer, env_class, env_options, *, seed, steps, batch_size, learning_rate, observations,
-               device):  # fmt: skip
-    """Imitates the explorer: language modelling of its whole episodes, tool output included (or only its own tokens).
-
-    The explorer knows no answer. This teaches the format, the tools, and what `read` and `test` will say after an
-    edit. Returns metrics: episodes, tokens, seconds, and the loss on each kind of token in the last tenth of the steps.
-    """
-    start, num_tokens, losses = time.time(), 0, {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
+def warm_start(model, tokenizer, make_env, args):
+    """Imitates the explorer: language modelling of its whole episodes, tool output included (or of
+    its own tokens only). It knows no answer: this teaches the format, the tools, and what `read`
+    and `test` will say after an edit. Returns metrics, the losses those of the last tenth."""
+    start, num_tokens, losses, env = time.time(), 0, {}, make_env()
+    device, steps = next(model.parameters()).device, args.warm_start_steps
+    batch_size = args.warm_start_batch_size or env.warm_start_batch_size
+    peak = args.warm_start_learning_rate
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, weight_decay=0.0, fused=True)
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, (step + 1) / 50, 2 * (1 - step / steps))
-        episodes = explorer_episodes(tokenizer, env_class, env_options, seed=seed, step=step, num_episodes=batch_size)
+        optimizer.param_groups[0]["lr"] = peak * min(1.0, (step + 1) / 50, 2 * (1 - step / steps))
+        episodes = explorer_episodes(
+            tokenizer, make_env, seed=args.seed, step=step, num_episodes=batch_size
+        )
         tokens, kinds = (x.to(device) for x in episodes)
-        is_target = (kinds > 0) if observations else (kinds == 1)
+        is_target = (kinds > 0) if args.warm_start_observations else (kinds == 1)
         b, t = (kinds > 0).nonzero(as_tuple=True)
         hidden = model(tokens[:, :-1], return_hidden=True)  # (B, T - 1, D)
         nll = F.cross_entropy(model.head(hidden[b, t - 1]), tokens[b, t], reduction="none")
         if step >= int(0.9 * steps):
-            for kind, name in enumerate(("policy", *env_class.tools), 1):
+            for kind, name in enumerate(("policy", *env.tools), 1):
                 losses.setdefault(name, []).append(nll[kinds[b, t] == kind].detach())
         optimizer.zero_grad()
         (nll * is_target[b, t]).sum().div(is_target.sum()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        num_tokens += int((kinds > 0).sum())
-    metrics = {"warm_start/episodes": steps * batch_size, "warm_start/tokens": num_tokens,
-               "warm_start/seconds": time.time() - start}  # fmt: skip
-    losses = {name: torch.cat(values) for name, values in losses.items()}  # a rare tool may not have been called
-    return metrics | {f"warm_start/loss_{name}": nll.mean().item() for name, nll in losses.items() if len(nll)}
+        num_tokens += len(b)
+    metrics = {"episodes": steps * batch_size, "tokens": num_tokens, "seconds": time.time() - start}
+    losses = {name: torch.cat(values) for name, values in losses.items()}
+    metrics |= {f"loss_{name}": x.mean().item() for name, x in losses.items() if len(x)}
+    return {f"warm_start/{key}": value for key, value in metrics.items()}
 
 
-# ---- 6. Advantages -------------------------------------------------------------------------------------------------
+# ---- 6. Advantages -------------------------------------------------------------------------------
 
 
 def returns_to_go(rewards, *, gamma):
-    """G_k = r_k + gamma * G_{k+1} over turns: rewards (B, K) -> (B, K). Discounting is per turn: it does not depend on
-    how long a message or an observation is (Sutton & Barto, eq. 3.8)."""
+    """G_k = r_k + gamma * G_{k+1} over turns (Sutton & Barto, eq. 3.8): rewards (B, K) -> (B, K).
+    Discounting per turn does not depend on how long a message or an observation is."""
     returns = torch.zeros_like(rewards)
     running = torch.zeros_like(rewards[:, 0])
     for k in reversed(range(rewards.shape[1])):
@@ -844,155 +879,182 @@ def returns_to_go(rewards, *, gamma):
 def compute_advantages(rewards, turn_ids, loss_mask, group_ids, *, credit, gamma, baseline, norm):
     """Group-relative advantages, (B, T), zero where loss_mask is.
 
-    rewards (B, K), turn_ids and loss_mask (B, T), group_ids (B,) in any order. credit "episode" gives every token the
-    episode's return R from turn 0; "turn" gives it the reward-to-go of its turn. Both subtract the group's mean of R
-    (GRPO, eq. of section 4.1.2 in 2402.03300), or the mean over the group's other episodes (RLOO, 2402.14740).
-    norm "std" divides by the group's unbiased std + 1e-6. In a group of equal R the baseline is exactly R, so that
-    rounding is never divided by 1e-6: with credit "episode" its advantages are exactly 0. So are a lone episode's.
+    rewards (B, K), turn_ids and loss_mask (B, T), group_ids (B,) in any order. credit "episode"
+    gives every token the episode's return R from turn 0; "turn" the reward-to-go of its turn. Both
+    subtract the group's mean of R (GRPO, section 4.1.2 of 2402.03300), or the mean over the group's
+    other episodes (RLOO, 2402.14740). norm "std" divides by the group's unbiased std + 1e-6. In a
+    group of equal R the baseline is exactly R, so that rounding is never divided by 1e-6: with
+    credit "episode" its advantages are exactly 0. So are a lone episode's. An episode that the
+    context cut before its first token is no outcome of the policy and does not vote; a filtered one
+    does (DeepSWE).
     """
     returns = returns_to_go(rewards, gamma=gamma)  # (B, K)
     R = returns[:, 0]
-    same = (group_ids[:, None] == group_ids[None, :]).to(R.dtype)  # (B, B) 1 = same group
+    same = group_ids[:, None] == group_ids[None, :]
+    same = (same & (turn_ids >= 0).any(1)).to(R.dtype)  # (B, B) 1 = same group, has acted
     size = same.sum(1)
-    mean = same @ R / size
+    mean = same @ R / size.clamp(min=1)
     constant = (same * (R[:, None] - R[None, :]).abs()).amax(1) < 1e-6
     center = mean if baseline == "mean" else (same @ R - R) / (size - 1).clamp(min=1)
-    center = torch.where(constant, R, center)
-    advantages = (returns if credit == "turn" else R[:, None].expand_as(returns)) - center[:, None]  # (B, K)
+    advantages = returns if credit == "turn" else R[:, None].expand_as(returns)  # (B, K)
+    advantages = advantages - torch.where(constant, R, center)[:, None]
     if norm == "std":
-        std = ((same * (R[None, :] - mean[:, None]) ** 2).sum(1) / (size - 1).clamp(min=1)).sqrt()
+        squares = (same * (R[None, :] - mean[:, None]) ** 2).sum(1)
+        std = (squares / (size - 1).clamp(min=1)).sqrt()
         advantages = advantages / torch.where(constant, 1.0, std + 1e-6)[:, None]
     advantages = advantages * (size > 1)[:, None]
-    return advantages.gather(1, turn_ids.clamp(min=0)) * loss_mask  # (B, T)
+    advantages = advantages.gather(1, turn_ids.clamp(min=0))  # (B, T)
+    return torch.where(loss_mask > 0, advantages, 0.0)
 
 
-# ---- 7. Loss -------------------------------------------------------------------------------------------------------
+# ---- 7. Loss -------------------------------------------------------------------------------------
 
 
 def loss_weights(loss_mask, *, loss_agg, token_budget):
-    """Weight (B, T) of each token's loss in its optimizer batch, to be computed before any micro-batching.
+    """Weight (B, T) of each token's loss in its optimizer batch, before any micro-batching.
 
-    token-mean: 1 / sum of the mask (DAPO). seq-mean-token-mean: 1 / (B * tokens of the episode) (GRPO). constant:
-    1 / (B * token_budget), so that long episodes are not discounted (Dr. GRPO). An all-masked batch has weights 0.
+    token-mean: 1 / sum of the mask (DAPO). seq-mean-token-mean: 1 / (B * tokens of the episode)
+    (GRPO). constant: 1 / (B * token_budget), so that long episodes are not discounted (Dr. GRPO).
+    An all-masked batch has weights 0.
     """
     if loss_agg == "token-mean":
         return loss_mask / loss_mask.sum().clamp(min=1)
-    per_episode = loss_mask.sum(1, keepdim=True).clamp(min=1) if loss_agg == "seq-mean-token-mean" else token_budget
+    per_episode = token_budget
+    if loss_agg == "seq-mean-token-mean":
+        per_episode = loss_mask.sum(1, keepdim=True).clamp(min=1)
     return loss_mask / (per_episode * len(loss_mask))
 
 
-def compute_loss(newlogprobs, entropy, logprobs, advantages, loss_mask, weights, ref_logprobs=None, *,
-                 clip_coef, clip_coef_high, kl_coef, ent_coef):  # fmt: skip
-    """Clipped policy loss (eq. 7 of 1707.06347), with separate bounds (2503.14476), KL penalty and entropy bonus.
+def compute_loss(newlogprobs, entropy, logprobs, advantages, loss_mask, weights, ref_logprobs=None,
+                 *, clip_coef, clip_coef_high, dual_clip=None, kl_coef, ent_coef):  # fmt: skip
+    """Clipped policy loss (eq. 7 of 1707.06347), with separate bounds (2503.14476), KL penalty and
+    entropy bonus. dual_clip bounds the loss of negative advantages (eq. 5 of 1912.09729).
 
-    All tensors (B, T), ref_logprobs where kl_coef > 0. Returns the weighted sum over tokens and a dict of sums over the
-    mask, to be divided by the token count of the optimizer batch: so micro-batches add up to the same loss and metrics.
+    All tensors (B, T), ref_logprobs where kl_coef > 0; where loss_mask is 0 they may hold anything.
+    Returns the weighted sum over tokens and a dict of sums over the mask, to be divided by the
+    token count of the optimizer batch: so micro-batches add up to the same loss and metrics.
     """
-    logratio = torch.where(loss_mask > 0, newlogprobs - logprobs, 0.0).clamp(-20, 20)  # no overflow: inf * 0 = NaN
+    keep = lambda x: torch.where(loss_mask > 0, x, 0.0)  # noqa: E731 0 * NaN would be NaN
+    newlogprobs, entropy, advantages = keep(newlogprobs), keep(entropy), keep(advantages)
+    logratio = (newlogprobs - keep(logprobs)).clamp(-20, 20)  # no overflow of the exponential
     ratio = logratio.exp()
     clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef_high)
     pg_loss = torch.max(-advantages * ratio, -advantages * clipped)
-    loss = (weights * (pg_loss - ent_coef * entropy)).sum()
-    with torch.no_grad():
-        metrics = {
-            "losses/policy_loss": (weights * pg_loss).sum(),
-            "losses/entropy": (loss_mask * entropy).sum(),
-            "losses/old_approx_kl": (loss_mask * -logratio).sum(),  # k1 of http://joschu.net/blog/kl-approx.html
-            "losses/approx_kl": (loss_mask * (ratio - 1 - logratio)).sum(),  # k3
-            "losses/clipfrac": (loss_mask * (ratio != clipped)).sum(),
-        }
+    if dual_clip is not None:
+        pg_loss = torch.where(advantages < 0, pg_loss.min(-advantages * dual_clip), pg_loss)
+    loss = (keep(weights) * (pg_loss - ent_coef * entropy)).sum()
+    metrics = {
+        "losses/policy_loss": (keep(weights) * pg_loss).sum(),
+        "losses/entropy": (loss_mask * entropy).sum(),
+        "losses/old_approx_kl": (loss_mask * -logratio).sum(),  # k1 of joschu.net/blog/kl-approx
+        "losses/approx_kl": (loss_mask * (ratio - 1 - logratio)).sum(),  # k3
+        "losses/clipfrac": (loss_mask * (ratio != clipped)).sum(),
+    }
     if kl_coef > 0:
-        d = torch.where(loss_mask > 0, ref_logprobs - newlogprobs, 0.0)
+        d = (keep(ref_logprobs) - newlogprobs).clamp(-20, 20)  # no overflow of the exponential
         ref_kl = d.exp() - d - 1  # k3, eq. 4 of 2402.03300
-        loss = loss + kl_coef * (weights * ref_kl).sum()
-        metrics["losses/ref_kl"] = (loss_mask * ref_kl).sum().detach()
-    return loss, metrics
+        loss = loss + kl_coef * (keep(weights) * ref_kl).sum()
+        metrics["losses/ref_kl"] = (loss_mask * ref_kl).sum()
+    return loss, {key: value.detach() for key, value in metrics.items()}
 
 
-# ---- 8. Evaluation -------------------------------------------------------------------------------------------------
+# ---- 8. Evaluation -------------------------------------------------------------------------------
 
 
-def play(model, tokenizer, env_class, env_options, tasks, *, temperature, seed, context_length):
-    """Episodes on the tasks, as a list of Batches of up to 256, with noise of their own: training never notices."""
+def play(model, tokenizer, make_env, tasks, *, temperature, seed, context_length):
+    """Episodes on the tasks, in Batches of up to 256, with noise that training never notices."""
     batches = []
     for i in range(0, len(tasks), 256):
-        envs = [env_class(**env_options) for _ in tasks[i : i + 256]]
-        uniforms = draw_uniforms(seed, 10**9 + i, len(envs), envs[0].max_turns * env_class.turn_tokens)
-        batches.append(rollout(model, tokenizer, envs, tasks[i : i + 256], torch.arange(len(envs)), uniforms,
-                               temperature=temperature, context_length=context_length))  # fmt: skip
+        envs = [make_env() for _ in tasks[i : i + 256]]
+        num_tokens = envs[0].max_turns * envs[0].turn_tokens
+        uniforms = draw_uniforms(seed, 10**9 + i, len(envs), num_tokens)
+        options = dict(temperature=temperature, context_length=context_length)
+        ids = torch.arange(len(envs))
+        batches.append(
+            rollout(model, tokenizer, envs, tasks[i : i + 256], ids, uniforms, **options)
+        )
     return batches
 
 
 def episode_metrics(batches):
-    """Means over all episodes of the batches, truncated ones included: leaving them out would flatter success."""
+    """Means over all episodes of the batches; without the truncated ones they would flatter."""
     infos = [info for batch in batches for info in batch.infos]
     mean = lambda key: sum(info[key] for info in infos) / len(infos)  # noqa: E731
+    total = lambda key: sum(getattr(batch, key).sum().item() for batch in batches)  # noqa: E731
     return {
         "success_rate": mean("success"),
-        "episodic_return": sum(batch.rewards.sum().item() for batch in batches) / len(infos),
+        "episodic_return": total("rewards") / len(infos),
         "episodic_length": mean("turns"),
         "hack_rate": mean("hacked"),
         "tool_calls": mean("tool_calls"),
         "invalid_action_rate": mean("errors") / max(mean("turns"), 1e-9),
-        "truncation_rate": mean("truncated"),
-        "tokens_per_episode": sum(batch.loss_mask.sum().item() for batch in batches) / len(infos),
+        "truncation_rate": total("truncated") / len(infos),
+        "tokens_per_episode": total("loss_mask") / len(infos),
     }
 
 
-def evaluate(model, tokenizer, env_class, env_options, *, split, num_tasks, context_length):
-    """Greedy episodes on num_tasks of the split, the same for all scripts and seeds; greedy success on a quarter as
-    many of the unseen pairs; pass@8 at temperature 1 on an eighth of the tasks. Returns (metrics, greedy Batches)."""
-    options = dict(temperature=0, seed=0, context_length=context_length)
-    make_tasks = lambda name, n: [env_class.task(name, i, env_options["num_bugs"]) for i in range(n)]  # noqa: E731
-    tasks = make_tasks(split, num_tasks)
-    batches = play(model, tokenizer, env_class, env_options, tasks, **options)
+def solved(batches, samples):
+    """Success (tasks, samples) of episodes that play each task `samples` times in a row."""
+    return torch.tensor([info["success"] for b in batches for info in b.infos]).view(-1, samples)
+
+
+def evaluate(model, tokenizer, make_env, *, split, num_tasks, context_length):
+    """Greedy episodes on num_tasks of the split, the same for all scripts and seeds; greedy success
+    on a quarter as many of the unseen pairs; pass@8 at temperature 1 on an eighth of the tasks.
+    Returns (metrics, greedy Batches)."""
+    env, options = make_env(), dict(temperature=0, seed=0, context_length=context_length)
+    tasks = [env.task(split, i) for i in range(num_tasks)]
+    batches = play(model, tokenizer, make_env, tasks, **options)
     keys = ("success_rate", "episodic_return", "hack_rate", "tool_calls")
-    metrics = {f"eval/{key}": value for key, value in episode_metrics(batches).items() if key in keys}
-    repeated = [task for task in tasks[: num_tasks // 8] for _ in range(8)]
-    sampled = play(model, tokenizer, env_class, env_options, repeated, **options | {"temperature": 1})
-    solved = torch.tensor([info["success"] for batch in sampled for info in batch.infos]).view(-1, 8)
-    metrics["eval/pass@8"] = solved.any(1).float().mean().item()
-    if env_class is BugFixEnv:
-        unseen = play(model, tokenizer, env_class, env_options, make_tasks("unseen", num_tasks // 4), **options)
+    metrics = {f"eval/{key}": episode_metrics(batches)[key] for key in keys}
+    tasks = [task for task in tasks[: num_tasks // 8] for _ in range(8)]
+    sampled = play(model, tokenizer, make_env, tasks, **options | {"temperature": 1})
+    metrics["eval/pass@8"] = solved(sampled, 8).any(1).float().mean().item()
+    if isinstance(env, BugFixEnv):
+        tasks = [env.task("unseen", i) for i in range(num_tasks // 4)]
+        unseen = play(model, tokenizer, make_env, tasks, **options)
         metrics["eval/unseen_pairs_success_rate"] = episode_metrics(unseen)["success_rate"]
     return metrics, batches
 
 
 def informative_share(successes, samples, group_size):
-    """Unbiased estimate, from successes out of samples >= group_size, of the chance that a group has both a success and
-    a failure: 1 - C(f, G)/C(n, G) - C(s, G)/C(n, G). (1 - p^G - (1 - p)^G with p = s/n is biased low.)"""
-    ways = math.comb(samples, group_size)
-    return 1 - (math.comb(samples - successes, group_size) + math.comb(successes, group_size)) / ways
+    """Unbiased chance, from samples >= group_size, that a group has both a success and a failure:
+    1 - C(f, G)/C(n, G) - C(s, G)/C(n, G). (1 - p^G - (1 - p)^G with p = s/n is biased low.)"""
+    ways = math.comb(samples - successes, group_size) + math.comb(successes, group_size)
+    return 1 - ways / math.comb(samples, group_size)
 
 
-def describe_start(model, tokenizer, env_class, env_options, *, group_size, context_length):
-    """Metrics of the starting policy: each of 64 training tasks played 2 * group_size times at temperature 1."""
-    tasks = [env_class.task("train", i, env_options["num_bugs"]) for i in range(64)]
-    n = 2 * group_size
-    batches = play(model, tokenizer, env_class, env_options, [task for task in tasks for _ in range(n)],
-                   temperature=1, seed=1, context_length=context_length)  # fmt: skip
-    solved = torch.tensor([info["success"] for batch in batches for info in batch.infos]).view(-1, n).sum(1).tolist()
+def describe_start(model, tokenizer, make_env, *, group_size, context_length):
+    """Metrics of the starting policy: 64 training tasks, 2 * group_size samples each."""
+    env, n = make_env(), 2 * group_size
+    tasks = [env.task("train", i) for i in range(64) for _ in range(n)]
+    options = dict(temperature=1, seed=1, context_length=context_length)
+    batches = play(model, tokenizer, make_env, tasks, **options)
     keys = ("success_rate", "hack_rate", "tool_calls")
-    metrics = {key: value for key, value in episode_metrics(batches).items() if key in keys}
-    metrics["tasks_never_solved"] = solved.count(0) / len(tasks)
-    metrics["tasks_always_solved"] = solved.count(n) / len(tasks)
-    metrics["tasks_sometimes_solved"] = 1 - metrics["tasks_never_solved"] - metrics["tasks_always_solved"]
-    metrics["informative_groups"] = sum(informative_share(s, n, group_size) for s in solved) / len(tasks)
+    metrics = {key: episode_metrics(batches)[key] for key in keys}
+    successes = solved(batches, n).sum(1).tolist()  # (64,)
+    metrics["tasks_never_solved"] = successes.count(0) / 64
+    metrics["tasks_always_solved"] = successes.count(n) / 64
+    metrics["tasks_sometimes_solved"] = sum(0 < s < n for s in successes) / 64
+    shares = [informative_share(s, n, group_size) for s in successes]
+    metrics["informative_groups"] = sum(shares) / len(shares)
     return {f"start/{key}": value for key, value in metrics.items()}
 
 
 def transcript(tokenizer, batch, row):
     """One episode as text, a message or observation a line, trained tokens in brackets."""
     text, trained = "", 0
-    for token, mask in zip(batch.tokens[row, : batch.lengths[row]].tolist(), batch.loss_mask[row].tolist()):
+    ids = batch.tokens[row, : batch.lengths[row]].tolist()
+    for token, mask in zip(ids, batch.loss_mask[row].tolist()):
         if mask != trained:
             text, trained = text + ("\n⟦" if mask else "⟧\n"), mask
         text += tokenizer.decode([token])
-    text, total, info = text + "⟧" * bool(trained), batch.rewards[row].sum().item(), batch.infos[row]
+    text += "⟧" * bool(trained)
+    total, info = batch.rewards[row].sum().item(), batch.infos[row]
     return f"{text}\nreturn {total:.3g}, success {info['success']}, end: {info['end']}"
 
 
-# ---- 9. Training ---------------------------------------------------------------------------------------------------
+# ---- 9. Training ---------------------------------------------------------------------------------
 
 
 def refuse(message):
@@ -1001,74 +1063,73 @@ def refuse(message):
     sys.exit(2)
 
 
-def check_args(args):
+# Flags that may be 0, the others may not; and largest values other than a million
+MAY_BE_ZERO = """seed num_iterations warm_start_steps ent_coef kl_coef tool_cost tool_cost_warmup
+    process_reward gamma step_gamma gae_lambda step_adv_coef vf_coef critic_warmup_steps""".split()
+AT_MOST = dict(seed=2**64 - 1, gamma=1, step_gamma=1, gae_lambda=1, num_bugs=2, max_turns=1000)
+
+
+def check_args(args, env):
     """Refuses flags that cannot work, naming them and a value that does."""
-    may_be_zero = ("seed", "num_iterations", "warm_start_steps", "ent_coef", "kl_coef", "tool_cost", "tool_cost_warmup",
-                   "process_reward", "gamma", "step_gamma", "gae_lambda", "step_adv_coef", "vf_coef",
-                   "critic_warmup_steps")  # fmt: skip
     for name, value in vars(args).items():
-        flag = f"--{name.replace('_', '-')} {value}"
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            continue
-        if not math.isfinite(value) or value < 0 or (value == 0 and name not in may_be_zero):
-            refuse(f"{flag} must be {'a number of at least 0' if name in may_be_zero else 'a positive number'}; "
-                   f"the default is {getattr(Args, name)}")  # fmt: skip
-        if name in ("gamma", "step_gamma", "gae_lambda") and value > 1:
-            refuse(f"{flag} must lie in [0, 1]; try 1")
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            high, low = AT_MOST.get(name, 10**6), "positive"
+            low = "at least 0" if name in MAY_BE_ZERO else low
+            if not 0 <= value <= high or (value == 0 and low == "positive"):
+                bounds = f"must be {low} and at most {high}; the default is {getattr(Args, name)}"
+                refuse(f"--{name.replace('_', '-')} {value} {bounds}")
+    shortest = env.max_prompt + env.turn_tokens
+    context = args.context_length or longest_episode(env)
     if args.cuda and not torch.cuda.is_available():
         refuse("--cuda: this machine has no usable GPU; run without --cuda")
     if args.d_model % (2 * args.n_heads):
-        refuse(f"--d-model {args.d_model} must be a multiple of twice --n-heads {args.n_heads}; "
-               f"try --d-model {32 * args.n_heads}")  # fmt: skip
-    if args.seed >= 2**64:
-        refuse(f"--seed {args.seed} has more than 64 bits; try --seed 1")
-    if args.context_length == 1:
-        refuse("--context-length 1 leaves no room for an episode; try --context-length 512")
+        good = f"a multiple of twice --n-heads, e.g. --d-model {32 * args.n_heads}"
+        refuse(f"--d-model {args.d_model} must be {good}")
+    if context < shortest:
+        refuse(f"--context-length {context} has no room for a turn; try {shortest} or more")
+    if args.num_groups * args.group_size * context > 10**8:
+        size = f"--num-groups {args.num_groups} x --group-size {args.group_size} x {context} tokens"
+        refuse(f"{size} are too many; try --num-groups 32 --group-size 8")
     if args.eval_tasks < 8:
-        refuse(f"--eval-tasks {args.eval_tasks} is too few for pass@8 on an eighth of them; try --eval-tasks 64")
+        refuse(f"--eval-tasks {args.eval_tasks} is too few for pass@8; try --eval-tasks 64")
     if args.env_id == "number" and (args.num_bugs != 1 or args.reward != "hidden"):
-        refuse("--num-bugs and --reward belong to --env-id bugfix; leave them out with --env-id number")
+        refuse("--num-bugs and --reward belong to --env-id bugfix; leave them out")
     if args.reward == "similarity" and args.malformed == "error":
-        refuse("--reward similarity ends an episode with -1 at a malformed call; leave out --malformed error")
-    if args.env_id == "bugfix" and args.num_bugs > 2:
-        refuse(f"--num-bugs {args.num_bugs}: few functions admit more than two; try --num-bugs 2")
+        refuse("--reward similarity ends an episode at a bad call; leave out --malformed error")
+    if args.num_groups % (count := processes()[1]):
+        refuse(f"--num-groups {args.num_groups}, {count} processes; try --num-groups {8 * count}")
 
 
-def load_checkpoint(path, flag):
-    """A checkpoint as a dict, through torch's safe loader: tensors and plain values only."""
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        refuse(f"{flag} {path}: no such file; checkpoints are runs/<run>/checkpoint.pt")
-    except Exception as error:  # torch raises many types for a file that is not a checkpoint
-        refuse(f"{flag} {path}: not a readable checkpoint ({type(error).__name__}); give a runs/<run>/checkpoint.pt")
-    if not isinstance(checkpoint, dict) or "model" not in checkpoint:
-        refuse(f"{flag} {path}: holds no model; give a runs/<run>/checkpoint.pt")
-    return checkpoint
+def parse_args(argv=None):
+    """The command line. With --resume the flags of that run are the defaults."""
+    args = tyro.cli(Args, args=argv)
+    if args.resume:
+        flags = dict(load_checkpoint(args.resume, "--resume")["args"])
+        for name in ("init_from", "runs_dir"):
+            flags[name] = flags[name] and Path(flags[name])
+        args = tyro.cli(Args, args=argv, default=Args(**flags))
+    return args
 
 
-def save_checkpoint(path, **state):
-    """Atomic: a kill during the write leaves the previous checkpoint whole."""
-    torch.save(state, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
+def processes():
+    """This process's rank and the number of processes, as torchrun set them."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def start_tracking(args, name):
-    """A Weights & Biases run, offline where there is no key."""
-    import wandb
-
-    mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
-    settings = wandb.Settings(init_timeout=15, silent=True)
-    return wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=name, mode=mode,
-                      config=json.loads(json.dumps(vars(args), default=str)), settings=settings)  # fmt: skip
-
-
-def survive(call, *args, **kwargs):
-    """Result of a call into the tracker, or None and a warning: whatever it raises must not cost a run."""
-    try:
-        return call(*args, **kwargs)
-    except Exception as error:
-        print(f"warning: --track: {type(error).__name__}: {error}".splitlines()[0] + "; metrics stay local", flush=True)
+def start_process(args):
+    """Sets kernels, joins the other processes. Returns the device; all but rank 0 are silent."""
+    rank, world_size = processes()
+    if args.torch_deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a tenth of a run, for nothing
+    if world_size > 1:
+        if args.cuda:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if args.cuda else "gloo")
+    if rank > 0:
+        sys.stdout = open(os.devnull, "w")
+    return torch.device("cuda" if args.cuda else "cpu")
 
 
 def gather(batch, device):
@@ -1082,279 +1143,376 @@ def gather(batch, device):
             return rows
         if values[0].dim() == 1:
             return torch.cat(values).to(device)
-        return nn.utils.rnn.pad_sequence(rows, True, -1 if name == "turn_ids" else 0).to(device)
+        padding = -1 if name == "turn_ids" else 0
+        return nn.utils.rnn.pad_sequence(rows, True, padding).to(device)
 
     return Batch(*map(join, Batch._fields, zip(*parts)))
 
 
+def load_checkpoint(path, flag):
+    """A checkpoint as a dict, through torch's safe loader: tensors and plain values only."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        refuse(f"{flag} {path}: no such file; checkpoints are runs/<run>/checkpoint.pt")
+    except Exception as error:  # torch raises many types for a file that is not a checkpoint
+        problem = f"not a readable checkpoint ({type(error).__name__})"
+        refuse(f"{flag} {path}: {problem}; give a runs/<run>/checkpoint.pt")
+    if not isinstance(checkpoint, dict) or "model" not in checkpoint:
+        refuse(f"{flag} {path}: holds no model; give a runs/<run>/checkpoint.pt")
+    script = checkpoint.get("script", "tinyagent")
+    if flag == "--resume" and script != Path(__file__).stem:
+        refuse(f"--resume {path}: a run of {script}.py; try --init-from to begin one with it")
+    return checkpoint
+
+
+class Run:
+    """A run's folder (args.json, metrics.jsonl, checkpoint.pt) and tracker; only rank 0 writes."""
+
+    # What a resumed run may change; all else decided what its iterations so far were
+    may_change = """num_iterations learning_rate eval_every eval_tasks eval_split save_every
+        micro_batch_size cuda torch_deterministic track wandb_project_name wandb_entity""".split()
+
+    def __init__(self, args, modules):
+        """modules: name -> what a checkpoint holds the state of; a resumed run restores them."""
+        self.is_first, self.iteration, self.lines = processes()[0] == 0, 0, []
+        self.args = json.loads(json.dumps(vars(args) | {"resume": None}, default=str))
+        name = [Path(__file__).stem, args.env_id, args.seed, f"{time.time():.0f}_{os.getpid()}"]
+        self.dir = args.runs_dir / "__".join(map(str, name))
+        if args.resume:
+            self.restore(args.resume, modules)
+        try:
+            if self.is_first:
+                self.dir.mkdir(parents=True, exist_ok=True)
+                (self.dir / "args.json").write_text(json.dumps(self.args, indent=2))
+        except OSError as error:
+            refuse(f"--runs-dir {args.runs_dir}: {error.strerror}; try --runs-dir /tmp/runs")
+        self.tracker = self.track(self.start_tracking) if args.track and self.is_first else None
+
+    def restore(self, path, modules):
+        """Goes on from a checkpoint, in its folder; later metrics are computed again."""
+        checkpoint, self.dir = load_checkpoint(path, "--resume"), path.parent
+        old, self.lines, self.iteration = (checkpoint[k] for k in ("args", "lines", "iteration"))
+        changed = [name for name in old if old[name] != self.args[name]]
+        for name in changed:
+            if name not in self.may_change:
+                flag, was = f"--{name.replace('_', '-')}", f"the run has {old[name]}"
+                refuse(f"--resume: {flag} {self.args[name]}: {was} and keeps it; leave {flag} out")
+        if self.iteration >= self.args["num_iterations"]:
+            more = f"to go on, give --num-iterations {2 * self.iteration or 50}"
+            sys.exit(print(f"{path}: its last iteration, {self.iteration}, is done; {more}"))
+        changes = ", ".join(f"{name} {old[name]} -> {self.args[name]}" for name in changed)
+        note = f" with {changes}; schedules follow num_iterations" if changed else ""
+        print(f"resumed after iteration {self.iteration}{note}", flush=True)
+        for name, module in modules.items():
+            module.load_state_dict(checkpoint[name])
+
+    def write(self, name, data):
+        """Atomic: after a kill or on a full disk the previous file is still whole."""
+        path = self.dir / name
+        try:
+            path.with_suffix(".tmp").write_bytes(data)
+            os.replace(path.with_suffix(".tmp"), path)
+        except OSError as error:
+            advice = f"free some space, then go on with --resume {self.dir}/checkpoint.pt"
+            sys.exit(f"error: {path}: {error.strerror}; {advice}")
+
+    def track(self, call, *args, **kwargs):
+        """A call into the tracker: whatever it raises is a warning and must not cost the run."""
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            line = f"warning: --track: {type(error).__name__}: {error}".splitlines()[0]
+            print(f"{line}; metrics stay local", flush=True)
+
+    def start_tracking(self):
+        """A Weights & Biases run, offline without a key; a resumed run goes on in its own."""
+        import wandb
+
+        args, name = self.args, self.dir.name
+        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+        where = dict(project=args["wandb_project_name"], entity=args["wandb_entity"], mode=mode)
+        settings = wandb.Settings(init_timeout=15, silent=True)
+        where |= dict(name=name, id=name, resume="allow")
+        return wandb.init(**where, config=args, settings=settings)
+
+    def log(self, iteration, metrics):
+        self.lines.append({"iteration": iteration} | metrics)
+        if self.is_first:
+            text = "".join(json.dumps(line) + "\n" for line in self.lines)
+            self.write("metrics.jsonl", text.encode())
+        if self.tracker:
+            self.track(self.tracker.log, metrics, step=iteration)
+
+    def close(self):
+        if self.tracker:
+            self.track(self.tracker.finish)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def save(self, iteration, modules):
+        if not all(x.isfinite().all() for x in modules["model"].state_dict().values()):
+            advice = "try a lower --learning-rate or --warm-start-learning-rate"
+            sys.exit(f"error: weights of iteration {iteration} not finite and not saved; {advice}")
+        state = {name: module.state_dict() for name, module in modules.items()}
+        state |= {"script": Path(__file__).stem, "args": self.args}
+        if self.is_first:
+            torch.save(state | {"lines": self.lines, "iteration": iteration}, buffer := BytesIO())
+            self.write("checkpoint.pt", buffer.getvalue())
+
+
+def load_start(model, args):
+    """The weights of --init-from."""
+    try:
+        model.load_state_dict(load_checkpoint(args.init_from, "--init-from")["model"])
+    except (KeyError, TypeError, RuntimeError):
+        problem = f"does not fit --env-id {args.env_id} and the flags of the model's size"
+        refuse(f"--init-from {args.init_from}: {problem}; give a checkpoint made with the same")
+
+
+def collect(model, tokenizer, make_env, args, iteration, context_length):
+    """group_size episodes on each of num_groups tasks; each process plays its share of groups."""
+    (rank, world_size), env = processes(), make_env()
+    tool_cost = env.tool_cost * min(1.0, iteration / max(1, args.tool_cost_warmup))
+    indices = np.random.default_rng([args.seed, iteration]).integers(2**31, size=args.num_groups)
+    share = args.num_groups // world_size
+    groups = torch.arange(rank * share, (rank + 1) * share).repeat_interleave(args.group_size)
+    tasks = [env.task("train", int(indices[group])) for group in groups]
+    envs = [make_env(tool_cost=tool_cost) for _ in tasks]
+    episodes, num_tokens = args.num_groups * args.group_size, env.max_turns * env.turn_tokens
+    uniforms = draw_uniforms(args.seed, iteration, episodes, num_tokens)
+    uniforms = uniforms[rank * len(tasks) :][: len(tasks)]
+    options = dict(temperature=args.temperature, context_length=context_length)
+    batch = rollout(model, tokenizer, envs, tasks, groups, uniforms, **options)
+    return gather(batch, batch.tokens.device) if world_size > 1 else batch
+
+
+def micro_batch_size(args, batch):
+    """Episodes in a forward pass: by default what fits a CPU's cache, and on a GPU all of them."""
+    by_length = len(batch.tokens) if args.cuda else max(16, 2048 // batch.tokens.shape[1])
+    return args.micro_batch_size or by_length
+
+
+def choose_mask(model, batch, args):
+    """Which tokens are trained: the sampled ones. Returns the batch and their mask (B, T).
+
+    Without mask_observations what the tools wrote is trained too, and the batch gets its
+    log pi_old; with filter_truncated no token of an episode out of turns or context is.
+    """
+    loss_mask = batch.loss_mask
+    if not args.mask_observations:
+        loss_mask, size = (batch.turn_ids >= 0).float(), micro_batch_size(args, batch)
+        parts = zip(batch.tokens.split(size), loss_mask.split(size))
+        with torch.no_grad():
+            logprobs = torch.cat([score(model, *rows, args.temperature)[0] for rows in parts])
+        logprobs = torch.where(batch.loss_mask > 0, batch.logprobs, logprobs)
+        batch = batch._replace(logprobs=logprobs)
+    if args.filter_truncated:
+        late = torch.tensor([info["end"] == "turn_limit" for info in batch.infos])
+        loss_mask = loss_mask * ~(batch.truncated | late.to(loss_mask.device))[:, None]
+    return batch, loss_mask
+
+
+def update(model, reference, optimizer, batch, loss_mask, advantages, args, iteration, kl_coef):
+    """update_epochs passes over the batch, each of num_minibatches gradient steps. Returns metrics,
+    means over the minibatches, and the number of steps.
+
+    A minibatch goes through the model in micro-batches of rows of like length; rows that have no
+    advantage, penalty or bonus are sorted apart and take the forward pass only.
+    """
+    (rank, world_size), size = processes(), micro_batch_size(args, batch)
+    parameters, device = optimizer.param_groups[0]["params"], loss_mask.device
+    has_signal = advantages.any(1) | loss_mask.any(1) & (kl_coef > 0 or args.ent_coef > 0)
+    token_budget = batch.rewards.shape[1] * ENVS[args.env_id].turn_tokens  # of an episode
+    minibatches = []
+    for epoch in range(args.update_epochs):
+        generator = torch.Generator().manual_seed(derive_seed(args.seed, iteration, 1 + epoch))
+        shuffled = torch.randperm(len(loss_mask), generator=generator).to(device)
+        minibatches += shuffled.chunk(args.num_minibatches)
+    logs, num_steps = {}, 0
+    for mb_inds in minibatches:
+        # Denominators of the whole minibatch: micro_batch_size does not change the objective
+        options = dict(loss_agg=args.loss_agg, token_budget=token_budget)
+        weights = loss_weights(loss_mask[mb_inds], **options)
+        token_count = loss_mask[mb_inds].sum().clamp(min=1)
+        sums = {"losses/grad_norm": torch.zeros((), device=device)}
+        optimizer.zero_grad()
+        order = (batch.lengths[mb_inds] + 10**6 * has_signal[mb_inds]).argsort()[rank::world_size]
+        for micro in order.split(size):
+            inds = mb_inds[micro]
+            length = batch.lengths[inds].max()
+            tokens, mask, A, old = (
+                x[inds, :length] for x in (batch.tokens, loss_mask, advantages, batch.logprobs)
+            )
+            ref_logprobs = None
+            if kl_coef > 0:
+                with torch.no_grad():
+                    ref_logprobs, _, _ = score(reference, tokens, mask, args.temperature)
+            with torch.set_grad_enabled(bool(has_signal[inds].any())):
+                newlogprobs, entropy, _ = score(model, tokens, mask, args.temperature)
+                loss, micro_sums = compute_loss(
+                    newlogprobs, entropy, old, A, mask, weights[micro, :length], ref_logprobs,
+                    clip_coef=args.clip_coef, clip_coef_high=args.clip_coef_high,
+                    dual_clip=args.dual_clip, kl_coef=kl_coef, ent_coef=args.ent_coef,
+                )  # fmt: skip
+            if loss.requires_grad:
+                loss.backward()
+            for key, value in micro_sums.items():
+                mean = value if key == "losses/policy_loss" else value / token_count
+                sums[key] = sums.get(key, 0.0) + mean
+        if world_size > 1:  # the sum over processes is what one process computes
+            for p in parameters:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            for tensor in (*(p.grad for p in parameters), *sums.values()):
+                dist.all_reduce(tensor)
+        has_step = has_signal[mb_inds].any()  # without a signal Adam's momentum alone would move
+        if has_step:
+            sums["losses/grad_norm"] = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+        for key in ("losses/grad_norm", "losses/entropy"):  # a NaN policy may have no signal at all
+            if not sums[key].isfinite():
+                where = "its folder has the last metrics and a checkpoint, which is finite"
+                sys.exit(f"error: {key} is {sums[key].item()} in iteration {iteration}; {where}")
+        if has_step:
+            optimizer.step()
+            num_steps += 1
+        for key, value in sums.items():
+            logs.setdefault(key, []).append(value)
+    return {key: torch.stack(values).mean().item() for key, values in logs.items()}, num_steps
+
+
+def batch_metrics(batch, advantages, last, args):
+    """Means over the iteration's episodes and over the advantages (N,) of its trained tokens, and
+    totals of the run, from its last metrics."""
+    returns = batch.rewards.sum(1).view(args.num_groups, args.group_size)
+    is_constant = returns.amax(1) - returns.amin(1) < 1e-6
+    advantages = advantages if len(advantages) else torch.zeros(1)
+    counts = {
+        "global_step": sum(info["turns"] for info in batch.infos),
+        "charts/total_tokens": int(batch.loss_mask.sum()),
+        "charts/total_episodes": len(batch.infos),
+    }
+    return {
+        **{key: last.get(key, 0) + count for key, count in counts.items()},
+        **{f"charts/{key}": value for key, value in episode_metrics([batch]).items()},
+        "charts/frac_zero_std_groups": is_constant.float().mean().item(),
+        "losses/advantage_mean": advantages.mean().item(),
+        "losses/advantage_std": advantages.std(correction=0).item(),
+        "time/env": sum(info["env_seconds"] for info in batch.infos),
+    }
+
+
+def report(title, metrics):
+    values = "  ".join(f"{key.split('/')[1]} {value:.4g}" for key, value in metrics.items())
+    print(f"  {title}: {values}", flush=True)
+
+
+def report_iteration(iteration, num_iterations, seconds, metrics):
+    keys = ("success_rate", "episodic_return", "tool_calls", "frac_zero_std_groups")
+    shown = {f"charts/{key}": metrics[f"charts/{key}"] for key in keys}
+    shown |= {key: metrics[key] for key in ("losses/entropy", "losses/approx_kl")}
+    shown |= {"/seconds": seconds, "/seconds_left": seconds * (num_iterations - iteration)}
+    report(f"{iteration}/{num_iterations}", shown)
+
+
 def train(args):
-    check_args(args)
-    episodes = args.num_groups * args.group_size
+    make_env = partial(ENVS[args.env_id], **{key: getattr(args, key) for key in ToolEnv.defaults})
+    env = make_env()
+    check_args(args, env)
     if args.group_size == 1:
         refuse("--group-size 1 leaves nothing to compare an episode with; try --group-size 8")
+    episodes = args.num_groups * args.group_size
     if episodes % args.num_minibatches:
-        refuse(f"--num-minibatches {args.num_minibatches} does not divide --num-groups {args.num_groups} x "
-               f"--group-size {args.group_size} = {episodes}; "
-               f"try --num-minibatches {math.gcd(episodes, args.num_minibatches)}")  # fmt: skip
-    if args.torch_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts, or its first product raises
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # costs a tenth of a run; none is read unwritten
-    start_time = time.time()
-    device = torch.device("cuda" if args.cuda else "cpu")
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
-    if args.num_groups % world_size or episodes < world_size * getattr(args, "num_minibatches", 1):
-        refuse(f"--num-groups {args.num_groups} cannot be shared by {world_size} processes; "
-               f"try --num-groups {8 * world_size}")  # fmt: skip
-    if world_size > 1:
-        if args.cuda:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if args.cuda else "gloo")
-    if rank > 0:  # every process computes all that is not shared out; the first one reports it
-        sys.stdout = open(os.devnull, "w")
-    env_class = ENVS[args.env_id]
-    max_turns = args.max_turns or env_class.default_turns(args.num_bugs)
-    env_options = dict(
-        max_turns=max_turns, num_bugs=args.num_bugs, reward=args.reward, process_reward=args.process_reward,
-        malformed=args.malformed or env_class.malformed,
-        tool_cost=env_class.tool_cost if args.tool_cost is None else args.tool_cost,
-    )  # fmt: skip
-    token_budget = max_turns * env_class.turn_tokens
-    context_length = args.context_length or longest_episode(env_class, max_turns)
-    tokenizer = Tokenizer(env_class.vocabulary())
+        good = f"try --num-minibatches {math.gcd(episodes, args.num_minibatches)}"
+        refuse(
+            f"--num-minibatches {args.num_minibatches} does not divide {episodes} episodes; {good}"
+        )
+    start_time, device = time.time(), start_process(args)
+    context_length = args.context_length or longest_episode(env)
+    tokenizer = Tokenizer(env.vocabulary())
     torch.manual_seed(args.seed)
     sizes = dict(d_model=args.d_model, n_layers=args.n_layers, n_heads=args.n_heads)
     model = TinyAgent(len(tokenizer.words), **sizes).to(device)
+    reference = deepcopy(model).requires_grad_(False)  # pi_ref of the KL penalty: the start
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=0.0, fused=True)
-
-    # A run is a folder: args.json, metrics.jsonl, checkpoint.pt
-    plain_args = json.loads(json.dumps(vars(args), default=str))
-    checkpoint, iteration, totals = None, 0, {"global_step": 0, "charts/total_tokens": 0, "charts/total_episodes": 0}
-    if args.resume:
-        checkpoint = load_checkpoint(args.resume, "--resume")
-        if (script := checkpoint.get("script")) != Path(__file__).stem:
-            refuse(f"--resume {args.resume}: not a run of this script but of {script or 'tinyagent'}.py; "
-                   "try --init-from to begin one with it")  # fmt: skip
-        run_dir = args.resume.parent
-        plain_args["init_from"] = plain_args["init_from"] or checkpoint["args"]["init_from"]  # need not be given again
-        free = ("resume", "track", "wandb_project_name", "wandb_entity", "runs_dir", "save_every")
-        for name, value in checkpoint["args"].items():
-            if name not in free and (given := plain_args.get(name)) != value:
-                flag = f"--{name.replace('_', '-')}"
-                advice = f"leave {flag} out" if value is None else f"give {flag} {value}"
-                if isinstance(value, bool):
-                    advice = f"give --{'' if value else 'no-'}{flag[2:]}"
-                refuse(f"--resume: the run had {flag} {value}, not {given}; {advice}")
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        iteration, totals = checkpoint["iteration"], checkpoint["totals"]
-        if not (run_dir / "metrics.jsonl").exists():
-            refuse(f"--resume {args.resume}: no metrics.jsonl beside it; resume a checkpoint in its run's own folder")
-        if rank == 0:
-            lines = [line for line in (run_dir / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
-            kept = [line + "\n" for line in lines if json.loads(line)["iteration"] <= iteration]
-            (run_dir / "metrics.tmp").write_text("".join(kept))
-            os.replace(run_dir / "metrics.tmp", run_dir / "metrics.jsonl")
-    else:
-        run_dir = args.runs_dir / f"{Path(__file__).stem}__{args.env_id}__{args.seed}__{int(time.time())}_{os.getpid()}"
-        start = load_checkpoint(args.init_from, "--init-from") if args.init_from else None
-        try:
-            if start is not None:
-                model.load_state_dict(start["model"])
-            if rank == 0:
-                run_dir.mkdir(parents=True)
-                (run_dir / "args.json").write_text(json.dumps(plain_args, indent=2))
-        except (KeyError, TypeError, RuntimeError):
-            refuse(f"--init-from {args.init_from}: its model does not fit --env-id {args.env_id} "
-                   "and the flags of the model's size")  # fmt: skip
-        except OSError as error:
-            refuse(f"--runs-dir {args.runs_dir}: {error.strerror}; "
-                   "give a folder that can be written, e.g. --runs-dir /tmp/runs")  # fmt: skip
-    metrics_file = open(run_dir / "metrics.jsonl" if rank == 0 else os.devnull, "a")
-    tracker = survive(start_tracking, args, run_dir.name) if args.track and rank == 0 else None
+    modules = {"model": model, "optimizer": optimizer, "reference": reference}
+    if args.init_from and not args.resume:
+        load_start(model, args)
+    run = Run(args, modules)
     num_parameters = sum(p.numel() for p in model.parameters())
-    print(f"{run_dir} on {device}: {num_parameters:,} parameters, context {context_length}", flush=True)
+    print(f"{run.dir} on {device}: {num_parameters:,} parameters, context {context_length}")
 
-    def report(title, metrics):
-        print(f"  {title}: " + "  ".join(f"{key.split('/')[1]} {x:.4g}" for key, x in metrics.items()), flush=True)
-
-    def log(iteration, metrics):
-        metrics_file.write(json.dumps({"iteration": iteration} | metrics) + "\n")
-        metrics_file.flush()
-        if tracker:
-            survive(tracker.log, metrics, step=iteration)
-
-    def save(iteration):
-        if rank > 0:
-            return
-        if not all(p.isfinite().all() for p in parameters):
-            sys.exit(f"error: weights are not finite after iteration {iteration}; they are not saved; "
-                     "try a lower --learning-rate or --warm-start-learning-rate")  # fmt: skip
-        save_checkpoint(run_dir / "checkpoint.pt", script=Path(__file__).stem, args=plain_args, iteration=iteration,
-                        model=model.state_dict(), optimizer=optimizer.state_dict(), totals=totals,
-                        reference=reference.state_dict())  # fmt: skip
-
-    def run_evaluation():
-        metrics, batches = evaluate(model, tokenizer, env_class, env_options, split=args.eval_split,
-                                    num_tasks=args.eval_tasks, context_length=context_length)  # fmt: skip
+    def run_evaluation(iteration):
+        options = dict(num_tasks=args.eval_tasks, context_length=context_length)
+        metrics, batches = evaluate(model, tokenizer, make_env, split=args.eval_split, **options)
         report(f"{args.eval_split} tasks", metrics)
         if iteration in (0, args.num_iterations):
             print(transcript(tokenizer, batches[0], 0), flush=True)
         return metrics
 
-    if checkpoint is None:
+    if not args.resume:
         metrics = {}
         if not args.init_from:
-            metrics = warm_start(model, tokenizer, env_class, env_options, seed=args.seed, steps=args.warm_start_steps,
-                                 batch_size=args.warm_start_batch_size or env_class.warm_start_batch_size,
-                                 learning_rate=args.warm_start_learning_rate,
-                                 observations=args.warm_start_observations, device=device)  # fmt: skip
+            metrics = warm_start(model, tokenizer, make_env, args)
             report("warm start", metrics)
-        described = describe_start(model, tokenizer, env_class, env_options, group_size=args.group_size,
-                                   context_length=context_length)  # fmt: skip
-        report("start", described)
-        log(0, metrics | described | run_evaluation())
-    if world_size > 1:
-        for p in parameters:  # one start for all processes, whatever their rounding
-            dist.broadcast(p.data, 0)
-    reference = deepcopy(model).requires_grad_(False)  # pi_ref of the KL penalty: the starting policy
-    if checkpoint is None:
-        save(0)
-    else:
-        reference.load_state_dict(checkpoint["reference"])
+        options = dict(group_size=args.group_size, context_length=context_length)
+        start = describe_start(model, tokenizer, make_env, **options)
+        report("start", start)
+        run.log(0, metrics | start | run_evaluation(0))
+        if dist.is_initialized():
+            for p in parameters:  # one start for all processes, whatever their rounding
+                dist.broadcast(p.data, 0)
+        reference.load_state_dict(model.state_dict())
+        run.save(0, modules)
 
-    for iteration in range(iteration + 1, args.num_iterations + 1):
-        iteration_start = time.time()
-        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
-        kl_coef = args.kl_coef * (1 - (iteration - 1) / args.num_iterations if args.anneal_kl else 1)
+    for iteration in range(run.iteration + 1, args.num_iterations + 1):
+        begin, left = time.time(), 1 - (iteration - 1) / args.num_iterations
+        optimizer.param_groups[0]["lr"] = args.learning_rate * left
+        kl_coef = args.kl_coef * (left if args.anneal_kl else 1)
 
-        # (1) Rollout: group_size episodes on each of num_groups tasks, each process its share of the groups
-        tool_cost = env_options["tool_cost"] * min(1.0, iteration / max(1, args.tool_cost_warmup))
-        indices = np.random.default_rng([args.seed, iteration]).integers(2**31, size=args.num_groups)
-        share = args.num_groups // world_size
-        group_ids = torch.arange(rank * share, (rank + 1) * share).repeat_interleave(args.group_size)
-        tasks = [env_class.task("train", int(indices[group]), args.num_bugs) for group in group_ids]
-        envs = [env_class(**env_options | {"tool_cost": tool_cost}) for _ in tasks]
-        uniforms = draw_uniforms(args.seed, iteration, episodes, token_budget)[rank * len(tasks) :][: len(tasks)]
-        batch = rollout(model, tokenizer, envs, tasks, group_ids, uniforms, temperature=args.temperature,
-                        context_length=context_length)  # fmt: skip
-        if world_size > 1:
-            batch = gather(batch, device)
-        rollout_seconds = time.time() - iteration_start
-        micro_batch_size = args.micro_batch_size or (episodes if args.cuda else max(16, 2048 // batch.tokens.shape[1]))
+        # (1) Rollout: group_size episodes on each of num_groups tasks
+        batch = collect(model, tokenizer, make_env, args, iteration, context_length)
+        times = {"time/rollout": time.time() - begin}
 
-        # (2) Mask: which tokens are trained, the sampled ones; with --no-mask-observations what the tools wrote too
-        loss_mask = batch.loss_mask
-        if not args.mask_observations:
-            loss_mask = (batch.turn_ids >= 0).float()
-            with torch.no_grad():  # log pi_old of what the policy did not sample
-                logprobs = torch.cat([score(model, *rows, args.temperature)[0] for rows in zip(
-                    batch.tokens.split(micro_batch_size), loss_mask.split(micro_batch_size))])  # fmt: skip
-            batch = batch._replace(logprobs=torch.where(batch.loss_mask > 0, batch.logprobs, logprobs))
-        if args.filter_truncated:
-            cut = torch.tensor([i["truncated"] or i["end"] == "turn_limit" for i in batch.infos], device=device)
-            loss_mask = loss_mask * ~cut[:, None]
+        # (2) Mask: which tokens are trained
+        batch, loss_mask = choose_mask(model, batch, args)
 
         # (3) Advantages
-        advantages = compute_advantages(batch.rewards, batch.turn_ids, loss_mask, batch.group_ids, credit=args.credit,
-                                        gamma=args.gamma, baseline=args.baseline, norm=args.norm)  # fmt: skip
+        options = dict(credit=args.credit, gamma=args.gamma)
+        options |= dict(baseline=args.baseline, norm=args.norm)
+        advantages = compute_advantages(
+            batch.rewards, batch.turn_ids, loss_mask, batch.group_ids, **options
+        )
 
-        # (4) Update: rows without advantage, penalty and bonus, sorted apart, take the forward pass only
-        update_start, update_metrics, num_steps = time.time(), {}, 0
-        has_signal = advantages.any(1) | loss_mask.any(1) & (kl_coef > 0 or args.ent_coef > 0)
-        minibatches = []
-        for epoch in range(args.update_epochs):
-            generator = torch.Generator().manual_seed(derive_seed(args.seed, iteration, 1 + epoch))
-            minibatches += torch.randperm(episodes, generator=generator).to(device).chunk(args.num_minibatches)
-        for mb_inds in minibatches:
-            # Denominators are those of the whole minibatch, so that micro_batch_size does not change the objective
-            weights = loss_weights(loss_mask[mb_inds], loss_agg=args.loss_agg, token_budget=token_budget)
-            token_count = loss_mask[mb_inds].sum().clamp(min=1)
-            sums = {"losses/grad_norm": torch.zeros((), device=device)}
-            optimizer.zero_grad()
-            order = (batch.lengths[mb_inds] + 10**6 * has_signal[mb_inds]).argsort()[rank::world_size]
-            for micro in order.split(micro_batch_size):
-                inds = mb_inds[micro]
-                length = batch.lengths[inds].max()
-                tokens, mask = batch.tokens[inds, :length], loss_mask[inds, :length]
-                ref_logprobs = None
-                if kl_coef > 0:
-                    with torch.no_grad():
-                        ref_logprobs, _, _ = score(reference, tokens, mask, args.temperature)
-                with torch.set_grad_enabled(bool(has_signal[inds].any())):
-                    newlogprobs, entropy, _ = score(model, tokens, mask, args.temperature)
-                    loss, micro_sums = compute_loss(
-                        newlogprobs, entropy, batch.logprobs[inds, :length], advantages[inds, :length], mask,
-                        weights[micro, :length], ref_logprobs, clip_coef=args.clip_coef,
-                        clip_coef_high=args.clip_coef_high, kl_coef=kl_coef, ent_coef=args.ent_coef,
-                    )  # fmt: skip
-                if loss.requires_grad:
-                    loss.backward()
-                for key, value in micro_sums.items():
-                    sums[key] = sums.get(key, 0.0) + (value if key == "losses/policy_loss" else value / token_count)
-            if world_size > 1:  # the sum over processes is what one process computes
-                for p in parameters:
-                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                for tensor in (*(p.grad for p in parameters), *sums.values()):
-                    dist.all_reduce(tensor)
-            has_step = has_signal[mb_inds].any()  # without any signal Adam's momentum alone would move the weights
-            if has_step:
-                sums["losses/grad_norm"] = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-            for key in ("losses/grad_norm", "losses/entropy"):  # a policy of NaN may have no signal at all
-                if not sums[key].isfinite():
-                    sys.exit(1 if rank else f"error: {key} is {sums[key].item()} in iteration {iteration}; the last "
-                             f"metrics are in {run_dir}/metrics.jsonl, the last checkpoint, which is finite, in "
-                             f"{run_dir}/checkpoint.pt")  # fmt: skip
-            if has_step:
-                optimizer.step()
-                num_steps += 1
-            for key, value in sums.items():
-                update_metrics.setdefault(key, []).append(value)
+        # (4) Update
+        update_begin = time.time()
+        losses, num_steps = update(
+            model, reference, optimizer, batch, loss_mask, advantages, args, iteration, kl_coef
+        )
+        times["time/update"] = time.time() - update_begin
 
         # (5) Log: means over all the iteration's episodes, and over all minibatches
-        turns = sum(info["turns"] for info in batch.infos)
-        totals["global_step"] += turns
-        totals["charts/total_tokens"] += int(batch.loss_mask.sum())
-        totals["charts/total_episodes"] += episodes
-        group_returns = batch.rewards.sum(1).view(args.num_groups, args.group_size)
-        trained = advantages[loss_mask > 0] if loss_mask.any() else torch.zeros(1)
-        seconds = time.time() - iteration_start
-        metrics = {f"charts/{key}": value for key, value in episode_metrics([batch]).items()} | totals
-        metrics |= {key: torch.stack(values).mean().item() for key, values in update_metrics.items()}
-        metrics |= {
-            "charts/frac_zero_std_groups": (group_returns.amax(1) - group_returns.amin(1) < 1e-6).float().mean().item(),
-            "charts/learning_rate": optimizer.param_groups[0]["lr"],
-            "charts/SPS": turns / seconds,
-            "losses/advantage_mean": trained.mean().item(),
-            "losses/advantage_std": trained.std(correction=0).item(),
-            "time/rollout": rollout_seconds,
-            "time/env": sum(info["env_seconds"] for info in batch.infos),
-            "time/update": time.time() - update_start,
-        }
-        shown = ("charts/success_rate", "charts/episodic_return", "charts/tool_calls", "losses/entropy",
-                 "losses/approx_kl", "charts/frac_zero_std_groups")  # fmt: skip
-        print(f"{iteration}/{args.num_iterations}  "
-              + "  ".join(f"{key.split('/')[1]} {metrics[key]:.3f}" for key in shown)
-              + f"  {seconds:.2f}s, {(args.num_iterations - iteration) * seconds:.0f}s left", flush=True)  # fmt: skip
+        metrics = (
+            losses | times | batch_metrics(batch, advantages[loss_mask > 0], run.lines[-1], args)
+        )
+        seconds = time.time() - begin
+        metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+        metrics["charts/SPS"] = metrics["charts/episodic_length"] * len(batch.tokens) / seconds
+        report_iteration(iteration, args.num_iterations, seconds, metrics)
         if metrics["charts/truncation_rate"] == 1:
-            print("warning: every episode was cut by the context, nothing can be learned; raise --context-length",
-                  flush=True)  # fmt: skip
+            print("warning: every episode was cut by the context; raise --context-length")
         elif not advantages.any():
             skipped = "" if num_steps else ", no optimizer step was taken"
-            print(f"warning: every group is constant: its rewards teach nothing{skipped}", flush=True)
-        if iteration % args.eval_every == 0 or iteration == args.num_iterations:
-            metrics |= run_evaluation()
-        log(iteration, metrics)
-        if iteration % args.save_every == 0 or iteration == args.num_iterations:
-            save(iteration)
-    metrics_file.close()
-    print(f"done in {time.time() - start_time:.0f}s: {run_dir}", flush=True)
-    if tracker:
-        survive(tracker.finish)
-    if world_size > 1:
-        dist.destroy_process_group()
+            print(f"warning: every group is constant: its rewards teach nothing{skipped}")
+        is_last = iteration == args.num_iterations
+        if iteration % args.eval_every == 0 or is_last:
+            metrics |= run_evaluation(iteration)
+        run.log(iteration, metrics)
+        if iteration % args.save_every == 0 or is_last:
+            run.save(iteration, modules)
+    print(f"done in {time.time() - start_time:.0f}s: {run.dir}", flush=True)
+    run.close()
 
 
 if __name__ == "__main__":
-    train(tyro.cli(Args))
+    train(parse_args())

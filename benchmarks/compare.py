@@ -45,7 +45,10 @@ IMITATION = "grpo --num-iterations 0 --warm-start-steps 1600"  # as long as the 
 
 def algorithms(flags=""):
     """Each script, evaluated after as many episodes."""
-    return {name: f"{name} --eval-every {40 if name == 'reinforce' else 10} {flags}".strip() for name in SCRIPTS}
+    return {
+        name: f"{name} --eval-every {40 if name == 'reinforce' else 10} {flags}".strip()
+        for name in SCRIPTS
+    }
 
 
 STUDIES = {
@@ -91,7 +94,17 @@ METRICS = ("charts/success_rate", "charts/hack_rate", "charts/tool_calls", "char
            "eval/success_rate", "eval/pass@8", "eval/unseen_pairs_success_rate", "eval/hack_rate",
            "eval/tool_calls")  # fmt: skip
 LABELS = ("policy", "seed", "scheme")  # columns of signal.csv that are no numbers
-COLUMNS = ("command", "seed", "iteration", "episodes", "sampled_tokens", "seconds", "commit", "hardware", *METRICS)
+COLUMNS = (
+    "command",
+    "seed",
+    "iteration",
+    "episodes",
+    "sampled_tokens",
+    "seconds",
+    "commit",
+    "hardware",
+    *METRICS,
+)
 
 
 @dataclass
@@ -131,7 +144,9 @@ def train(runs_dir, command, seed, start):
     if done.returncode:
         return f"{' '.join(line)}: exit {done.returncode}\n{done.stderr[-2000:]}"
     (run_dir,) = set(path.glob("*")) - before
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
     (run_dir / "wall.json").write_text(json.dumps({
         "seconds": time.time() - begin, "commit": commit.stdout.strip(), "hardware": hardware()}))  # fmt: skip
     return ""
@@ -153,8 +168,12 @@ def start_of(command):
 def run_studies(args):
     runs = [(command, seed) for name in args.studies for command in STUDIES[name].runs.values()
             for seed in range(1, seeds_of(name, args) + 1)]  # fmt: skip
-    runs = sorted(dict.fromkeys(runs), key=lambda run: run[1])  # seed by seed: a comparison cut short is still paired
-    starts = list(dict.fromkeys((start_of(command), seed) for command, seed in runs if start_of(command)))
+    runs = sorted(
+        dict.fromkeys(runs), key=lambda run: run[1]
+    )  # seed by seed: a comparison cut short is still paired
+    starts = list(
+        dict.fromkeys((start_of(command), seed) for command, seed in runs if start_of(command))
+    )
     for title, jobs in (("warm starts", starts), ("runs", runs)):
         jobs = [job for job in jobs if not finished(folder(args.runs_dir, *job))]
         begin = time.time()
@@ -216,15 +235,24 @@ def collect(args):
             if not (run_dir := finished(path)):
                 continue
             wall = json.loads((run_dir / "wall.json").read_text())
-            lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-            critic_episodes = lines[0].get("warm_start/critic_episodes", 0)  # they count: nobody else plays them
+            lines = [
+                json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+            ]
+            critic_episodes = lines[0].get(
+                "warm_start/critic_episodes", 0
+            )  # they count: nobody else plays them
             runs.setdefault(command, {})[int(path.name)] = [{
                 "command": command, "seed": path.name, "iteration": line["iteration"],
                 "episodes": line.get("charts/total_episodes", 0) + critic_episodes,
                 "sampled_tokens": line.get("charts/total_tokens", 0), "seconds": round(wall["seconds"], 1),
                 "commit": wall["commit"], "hardware": wall["hardware"],
             } | {key: round(line[key], 5) for key in METRICS if key in line} for line in lines]  # fmt: skip
-    rows = [row for command in commands for _, run in sorted(runs.get(command, {}).items()) for row in run]
+    rows = [
+        row
+        for command in commands
+        for _, run in sorted(runs.get(command, {}).items())
+        for row in run
+    ]
     write(args.results / "runs.csv", rows, COLUMNS)
 
 
@@ -293,7 +321,11 @@ def random_agent(num_bugs, num_tasks=512):
     sys.path.insert(0, str(ROOT))
     from bugfix_env import MENU, BugFixEnv
 
-    calls, rng, solved = ["read", "test", "submit", *(f"edit {op}" for op in MENU)], np.random.default_rng(0), 0
+    calls, rng, solved = (
+        ["read", "test", "submit", *(f"edit {op}" for op in MENU)],
+        np.random.default_rng(0),
+        0,
+    )
     for i in range(num_tasks):
         env, done = BugFixEnv(num_bugs=num_bugs), False
         env.reset(BugFixEnv.task("test", i, num_bugs))
@@ -321,7 +353,9 @@ def tables(name, runs):
     text = f"## {study.title}\n\n| {' | '.join(header)} |\n{'|---' * len(header)}|\n"
     present = {label: command for label, command in study.runs.items() if command in runs}
     trained = [runs[command] for command in present.values() if "--num-iterations 0" not in command]
-    budget = min(curve(rows, "eval/success_rate")[0, -1] for seeds in trained for rows in seeds.values())
+    budget = min(
+        curve(rows, "eval/success_rate")[0, -1] for seeds in trained for rows in seeds.values()
+    )
     for label, command in present.items():
         seeds = runs[command]
         last = [rows[-1] for rows in seeds.values()]
@@ -352,12 +386,22 @@ def tables(name, runs):
                 continue
             ends, areas = [], []
             for seed in common:
-                first, second = (curve(runs[present[label]][seed], "eval/success_rate") for label in (a, b))
-                ends.append(first[1, -1] - second[1, -1]), areas.append(area(*first, budget) - area(*second, budget))
+                first, second = (
+                    curve(runs[present[label]][seed], "eval/success_rate") for label in (a, b)
+                )
+                (
+                    ends.append(first[1, -1] - second[1, -1]),
+                    areas.append(area(*first, budget) - area(*second, budget)),
+                )
             text += f"- {a} minus {b}: {show(areas, '+.3f')}; {show(ends, '+.3f')}\n"
     some = next(iter(next(iter(runs.values())).values()))[-1]
-    commits = sorted({rows[-1]["commit"] for command in present.values() for rows in runs[command].values()})
-    lines = [" ".join(["python", f"{command.split()[0]}.py", *command.split()[1:]]) for command in present.values()]
+    commits = sorted(
+        {rows[-1]["commit"] for command in present.values() for rows in runs[command].values()}
+    )
+    lines = [
+        " ".join(["python", f"{command.split()[0]}.py", *command.split()[1:]])
+        for command in present.values()
+    ]
     return (f"{text}\nCommit {', '.join(commits)}; {some['hardware']} a run. Commands, each with `--seed S` and one "
             f"start a seed: {', '.join(f'`{line}`' for line in lines)}\n")  # fmt: skip
 
@@ -370,7 +414,9 @@ def signal_table(args):
         table = {}  # scheme: rows, one a seed
         for row in rows:
             if row["policy"] == policy:
-                table.setdefault(row["scheme"], []).append({k: float(row[k]) for k in row if k not in LABELS})
+                table.setdefault(row["scheme"], []).append(
+                    {k: float(row[k]) for k in row if k not in LABELS}
+                )
         column = lambda scheme, key: np.array([row[key] for row in table[scheme]])  # noqa: E731
         form = "{:.3g} [{:.3g}, {:.3g}]" if len(table["return"]) > 1 else "{:.3g}"
         show = lambda values: form.format(*interval(values))  # noqa: E731
@@ -381,7 +427,10 @@ def signal_table(args):
                  "|---|---|---|---|---|---|\n")  # fmt: skip
         for scheme in table:
             ratio = column(scheme, "noise") / column(scheme, "signal")
-            cells = [ratio, *(column(scheme, key) for key in ("cosine", "norm", "tokens", "logprob"))]
+            cells = [
+                ratio,
+                *(column(scheme, key) for key in ("cosine", "norm", "tokens", "logprob")),
+            ]
             text += f"| {scheme} | {' | '.join(map(show, cells))} |\n"
     return text
 
@@ -407,7 +456,9 @@ def figure(name, runs, args):
                 continue
             episodes = curves[0][0]
             mean, low, high = interval([np.interp(episodes, *each) for each in curves])
-            (line,) = axis.plot(episodes, mean, label=f"{label} ({len(curves)} seeds)", linewidth=1.6)
+            (line,) = axis.plot(
+                episodes, mean, label=f"{label} ({len(curves)} seeds)", linewidth=1.6
+            )
             axis.fill_between(episodes, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
             if study.references:
                 heights["start"] = mean[0]
@@ -430,7 +481,11 @@ def figure(name, runs, args):
     fig.suptitle(study.title, fontsize=11)
     fig.tight_layout()
     for kind in ("svg", "png"):
-        fig.savefig(args.results / f"{name}.{kind}", dpi=150, metadata={"Date": None} if kind == "svg" else None)
+        fig.savefig(
+            args.results / f"{name}.{kind}",
+            dpi=150,
+            metadata={"Date": None} if kind == "svg" else None,
+        )
     plt.close(fig)
 
 
@@ -438,7 +493,10 @@ def main(args):
     args.studies = args.studies or tuple(STUDIES)
     unknown = set(args.studies) - set(STUDIES)
     if unknown:
-        print(f"error: --studies {' '.join(sorted(unknown))}: choose from {' '.join(STUDIES)}", file=sys.stderr)
+        print(
+            f"error: --studies {' '.join(sorted(unknown))}: choose from {' '.join(STUDIES)}",
+            file=sys.stderr,
+        )
         sys.exit(2)
     for flag, value in (("--seeds", args.seeds), ("--workers", args.workers)):
         if value is not None and value < 1:
@@ -451,7 +509,10 @@ def main(args):
             measure_signal(args)
     runs = load(args)
     if not runs:
-        print(f"error: --results {args.results}: no runs.csv to draw from; leave out --redraw", file=sys.stderr)
+        print(
+            f"error: --results {args.results}: no runs.csv to draw from; leave out --redraw",
+            file=sys.stderr,
+        )
         sys.exit(2)
     text = ""
     for name in STUDIES:

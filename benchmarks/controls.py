@@ -51,7 +51,10 @@ def shuffled(rollout):
 
     def wrapper(*inputs, **options):
         batch = rollout(*inputs, **options)
-        order, generator = torch.arange(len(batch.rewards)), torch.Generator().manual_seed(int(batch.tokens.sum()))
+        order, generator = (
+            torch.arange(len(batch.rewards)),
+            torch.Generator().manual_seed(int(batch.tokens.sum())),
+        )
         for group in batch.group_ids.unique():
             (rows,) = torch.where(batch.group_ids == group)
             order[rows] = rows[torch.randperm(len(rows), generator=generator)]
@@ -76,10 +79,15 @@ def swap(args):
         model = TinyAgent(len(tokenizer.words), **sizes)
         model.load_state_dict(checkpoint["model"])
         num_bugs = flags["num_bugs"]
-        options = dict(max_turns=flags["max_turns"] or BugFixEnv.default_turns(num_bugs), num_bugs=num_bugs)
+        options = dict(
+            max_turns=flags["max_turns"] or BugFixEnv.default_turns(num_bugs), num_bugs=num_bugs
+        )
         tasks = [BugFixEnv.task("test", i, num_bugs) for i in range(args.num_tasks)]
         success = []
-        for env_class, played in ((BugFixEnv, tasks), (SwappedEnv, list(zip(tasks, tasks[1:] + tasks[:1])))):
+        for env_class, played in (
+            (BugFixEnv, tasks),
+            (SwappedEnv, list(zip(tasks, tasks[1:] + tasks[:1]))),
+        ):
             batches = play(model, tokenizer, env_class, options, played, temperature=0, seed=0,
                            context_length=longest_episode(BugFixEnv, options["max_turns"]))  # fmt: skip
             success.append(episode_metrics(batches)["success_rate"])

@@ -43,7 +43,10 @@ def coin_flips(K, episodes=4000):
     flips = torch.randint(2, (episodes, K), generator=torch.Generator().manual_seed(0)).double()
     rewards, turn_ids = torch.zeros(episodes, K).double(), torch.arange(K).expand(episodes, K)
     rewards[:, 0] = flips[:, 0]
-    mask, logits = torch.ones(episodes, K).double(), torch.zeros(episodes, K).double().requires_grad_()
+    mask, logits = (
+        torch.ones(episodes, K).double(),
+        torch.zeros(episodes, K).double().requires_grad_(),
+    )
     found = []
     for credit, baseline in (("episode", "mean"), ("turn", "none")):
         advantages = reinforce.compute_advantages(rewards, turn_ids, mask, torch.zeros(episodes), credit=credit,
@@ -51,7 +54,9 @@ def coin_flips(K, episodes=4000):
         newlogprobs = torch.nn.functional.logsigmoid(torch.where(flips > 0, logits, -logits))
         loss, _ = reinforce.compute_loss(newlogprobs, mask, newlogprobs.detach(), advantages, mask, mask,
                                          kl_coef=0.0, ent_coef=0.0)  # fmt: skip
-        (gradient,) = torch.autograd.grad(loss, logits)  # (episodes, K): each episode has its own copy of the logits
+        (gradient,) = torch.autograd.grad(
+            loss, logits
+        )  # (episodes, K): each episode has its own copy of the logits
         found.append(((gradient.mean(0) ** 2).sum().item(), gradient.var(0).sum().item()))
     return found
 
@@ -62,7 +67,9 @@ def load_policy(path):
     flags = checkpoint["args"]
     env_class, num_bugs = ENVS[flags["env_id"]], flags["num_bugs"]
     tokenizer = Tokenizer(env_class.vocabulary())
-    model = TinyAgent(len(tokenizer.words), **{name: flags[name] for name in ("d_model", "n_layers", "n_heads")})
+    model = TinyAgent(
+        len(tokenizer.words), **{name: flags[name] for name in ("d_model", "n_layers", "n_heads")}
+    )
     model.load_state_dict(checkpoint["model"])
     return model, tokenizer, env_class, {
         "max_turns": flags["max_turns"] or env_class.default_turns(num_bugs), "num_bugs": num_bugs}  # fmt: skip
@@ -83,7 +90,9 @@ def schemes(batch, values):
         "return - leave-one-out": leave_one_out(batch, batch.loss_mask),
         "reward-to-go - leave-one-out": leave_one_out(batch, batch.loss_mask, credit="turn"),
     }
-    turn_mask = torch.arange(batch.rewards.shape[1]) < torch.tensor([[len(states)] for states in batch.anchors])
+    turn_mask = torch.arange(batch.rewards.shape[1]) < torch.tensor(
+        [[len(states)] for states in batch.anchors]
+    )
     step = gigpo.step_advantages(gigpo.returns_to_go(batch.rewards, gamma=0.95), turn_mask, batch.anchors,
                                  batch.group_ids, norm="none")  # fmt: skip
     step = step.gather(1, batch.turn_ids.clamp(min=0)) * batch.loss_mask
@@ -118,10 +127,15 @@ def measure(path, args):
     context_length = longest_episode(env_class, options["max_turns"])
 
     def play_batch(n):
-        tasks = [env_class.task("train", 10**9 + 1000 * n + g, options["num_bugs"]) for g in range(args.num_groups)]
+        tasks = [
+            env_class.task("train", 10**9 + 1000 * n + g, options["num_bugs"])
+            for g in range(args.num_groups)
+        ]
         tasks = [task for task in tasks for _ in range(args.group_size)]
         group_ids = torch.arange(args.num_groups).repeat_interleave(args.group_size)
-        uniforms = reinforce.draw_uniforms(7, n, len(tasks), options["max_turns"] * env_class.turn_tokens)
+        uniforms = reinforce.draw_uniforms(
+            7, n, len(tasks), options["max_turns"] * env_class.turn_tokens
+        )
         return reinforce.rollout(model, tokenizer, [env_class(**options) for _ in tasks], tasks, group_ids, uniforms,
                                  temperature=1.0, context_length=context_length)  # fmt: skip
 
@@ -139,7 +153,9 @@ def measure(path, args):
             values[batch.loss_mask > 0] = value_head(states)[:, 0]
         observed = (batch.turn_ids >= 0).float() - batch.loss_mask
         sampled, logprob = gradients(model, batch, batch.loss_mask, schemes(batch, values))
-        tools, observed_logprob = gradients(model, batch, observed, {"tool output": leave_one_out(batch, observed)})
+        tools, observed_logprob = gradients(
+            model, batch, observed, {"tool output": leave_one_out(batch, observed)}
+        )
         for name, gradient in (sampled | tools).items():
             found.setdefault(name, []).append(gradient)
         for key, value in {
@@ -151,7 +167,9 @@ def measure(path, args):
             seen.setdefault(key, []).append(value)
     mean = {key: sum(values) / len(values) for key, values in seen.items()}
     M, reference = args.batches, torch.stack(found["return - leave-one-out"])
-    others = (reference.sum(0) - reference) / (M - 1)  # (M, P) the mean gradient over the other batches
+    others = (reference.sum(0) - reference) / (
+        M - 1
+    )  # (M, P) the mean gradient over the other batches
     rows = []
     for name, each in found.items():
         each, kind = torch.stack(each), "observed_" * (name in tools)
@@ -166,7 +184,9 @@ def measure(path, args):
 
 
 def main(args):
-    print("coin flips: signal 1/16 = 0.0625 in all; noise (K - 1)/16 with the return, 1/16 with the reward-to-go")
+    print(
+        "coin flips: signal 1/16 = 0.0625 in all; noise (K - 1)/16 with the return, 1/16 with the reward-to-go"
+    )
     for K in (2, 5, 17):
         (signal, noise), (turn_signal, turn_noise) = coin_flips(K)
         print(f"  K {K:2}: return: signal {signal:.4f}, noise {noise:.4f} (paper {(K - 1) / 16:.4f}); "
@@ -179,7 +199,9 @@ def main(args):
         columns = ("signal", "noise", "noise/signal", "cosine", "norm", "tokens", "logprob")
         print(f"  {'scheme':<30}" + "".join(f"{column:>13}" for column in columns))
         for row in found:
-            ratio = row["noise"] / row["signal"] if row["signal"] > 0 else float("inf")  # too few batches to see it
+            ratio = (
+                row["noise"] / row["signal"] if row["signal"] > 0 else float("inf")
+            )  # too few batches to see it
             print(f"  {row['scheme']:<30}" + "".join(f"{(row | {'noise/signal': ratio})[column]:>13.4g}"
                                                      for column in columns), flush=True)  # fmt: skip
         if args.csv:  # what is done is kept

@@ -38,7 +38,9 @@ import grpo  # noqa: E402
 class Args:
     cuda: bool = False  # measure the GPU
     env_id: Literal["bugfix", "number"] = "bugfix"  # environment
-    shape: Literal["env", "peers"] = "env"  # the environment's own episodes, or synthetic ones of a fixed shape
+    shape: Literal["env", "peers"] = (
+        "env"  # the environment's own episodes, or synthetic ones of a fixed shape
+    )
     groups: int = 32  # groups of 8 episodes before --batch multiplies them
     batch: int = 1  # times as many groups
     context: int = 1  # times as many turns
@@ -60,7 +62,13 @@ class PeersEnv(grpo.NumberEnv):
     def step(self, action):
         self.turn += 1
         done = self.turn == self.max_turns
-        info = {"tool": "call", "error": False, "end": "turn_limit", "success": False, "hacked": False}
+        info = {
+            "tool": "call",
+            "error": False,
+            "end": "turn_limit",
+            "success": False,
+            "hacked": False,
+        }
         return " higher" * 35, float(" 3" in action), done, False, info
 
     def explore(self, rng):
@@ -99,7 +107,10 @@ def main(args):
         sys.exit(2)
     for flag in ("groups", "batch", "context", "model", "minibatches"):
         if getattr(args, flag) < 1:
-            print(f"error: --{flag} {getattr(args, flag)} must be positive; try --{flag} 1", file=sys.stderr)
+            print(
+                f"error: --{flag} {getattr(args, flag)} must be positive; try --{flag} 1",
+                file=sys.stderr,
+            )
             sys.exit(2)
     if args.iterations < 2:
         print(f"error: --iterations {args.iterations} is too few for the page faults between two; try --iterations 2",
@@ -158,35 +169,65 @@ def main(args):
         grpo.train(grpo.Args(**options))
         (metrics,) = Path(folder).glob("*/metrics.jsonl")
         updates = [json.loads(line) for line in metrics.read_text().splitlines()][3:]
-    seen = [record for record in seen if "lengths" in record and record["padded"]][2:]  # evaluations do not train
+    seen = [record for record in seen if "lengths" in record and record["padded"]][
+        2:
+    ]  # evaluations do not train
     model = grpo.TinyAgent(len(grpo.Tokenizer(env_class.vocabulary()).words), d_model=d_model)
     weights = sum(p.numel() for block in model.blocks for p in block.parameters())
     head = model.head.weight.numel()
 
     def show(name, values, unit):
-        print(f"{name:<52} {statistics.median(values):>12,.4g} {unit}  [{min(values):,.4g} - {max(values):,.4g}]")
+        print(
+            f"{name:<52} {statistics.median(values):>12,.4g} {unit}  [{min(values):,.4g} - {max(values):,.4g}]"
+        )
 
     def operations(record):  # of one forward pass over the episodes' tokens
-        tokens, sampled, block = sum(record["lengths"]), record["sampled"], weights / len(model.blocks)
-        attention = sum(2 * length * (length + 1) for length in record["lengths"]) * d_model  # of a block
-        last = 2 * d_model**2 * 3 * tokens + 2 * (block - 3 * d_model**2) * sampled + 4 * d_model * record["positions"]
-        return (len(model.blocks) - 1) * (2 * block * tokens + attention) + last + 2 * head * sampled
+        tokens, sampled, block = (
+            sum(record["lengths"]),
+            record["sampled"],
+            weights / len(model.blocks),
+        )
+        attention = (
+            sum(2 * length * (length + 1) for length in record["lengths"]) * d_model
+        )  # of a block
+        last = (
+            2 * d_model**2 * 3 * tokens
+            + 2 * (block - 3 * d_model**2) * sampled
+            + 4 * d_model * record["positions"]
+        )
+        return (
+            (len(model.blocks) - 1) * (2 * block * tokens + attention) + last + 2 * head * sampled
+        )
 
     rate = statistics.median(rates["model"])
-    hardware = torch.cuda.get_device_name() if args.cuda else f"{torch.get_num_threads()} CPU threads"
+    hardware = (
+        torch.cuda.get_device_name() if args.cuda else f"{torch.get_num_threads()} CPU threads"
+    )
     print(f"{hardware}, torch {torch.__version__}, {weights + head:,} weights, {seen[0]['episodes']} episodes of "
           f"{statistics.mean(seen[0]['lengths']):.0f} tokens")  # fmt: skip
     show("matrix rate, 1024 cubed", [r / 1e9 for r in rates["1024 cubed"]], "GFLOP/s")
-    show(f"matrix rate, 2048 x {d_model} x {4 * d_model}", [r / 1e9 for r in rates["model"]], "GFLOP/s")
+    show(
+        f"matrix rate, 2048 x {d_model} x {4 * d_model}",
+        [r / 1e9 for r in rates["model"]],
+        "GFLOP/s",
+    )
     show("rollout, episodes a second", [r["episodes"] / r["rollout"] for r in seen], "")
     show("rollout, sampled tokens a second", [r["sampled"] / r["rollout"] for r in seen], "")
-    show("rollout, share of the matrix rate", [operations(r) / r["rollout"] / rate for r in seen], "")
+    show(
+        "rollout, share of the matrix rate", [operations(r) / r["rollout"] / rate for r in seen], ""
+    )
     show("rollout, share of environment", [r["env"] / r["rollout"] for r in seen], "")
-    show("rollout, share of allocating and copying the cache", [r["cache"] / r["rollout"] for r in seen], "")
+    show(
+        "rollout, share of allocating and copying the cache",
+        [r["cache"] / r["rollout"] for r in seen],
+        "",
+    )
     show("rollout, share of environment and Python",
          [1 - (r["model"] + r["cache"]) / r["rollout"] for r in seen], "")  # fmt: skip
     pairs = list(zip(seen, updates))
-    show("update, real tokens a second", [sum(r["lengths"]) / u["time/update"] for r, u in pairs], "")
+    show(
+        "update, real tokens a second", [sum(r["lengths"]) / u["time/update"] for r, u in pairs], ""
+    )
     show("update, padding per real token", [r["padded"] / sum(r["lengths"]) - 1 for r in seen], "")
     show("update with reference, share of the matrix rate",
          [4 * operations(r) / u["time/update"] / rate for r, u in pairs], "")  # fmt: skip
@@ -194,10 +235,16 @@ def main(args):
          [r["episodes"] / (u["time/rollout"] - r["matrices"] + u["time/update"]) for r, u in pairs], "")  # fmt: skip
     faults = [b["faults"] - a["faults"] for a, b in zip(seen, seen[1:])]
     show("page faults an iteration", faults, "")
-    peak = torch.cuda.max_memory_allocated() if args.cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = (
+        torch.cuda.max_memory_allocated()
+        if args.cuda
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
     print(f"{'peak memory':<52} {peak / 2**20:>12,.0f} MiB")
     if len(seen) > 20 and not args.cuda:
-        before = seen[18]["peak"] * 1024  # taken when iteration 21 began: the first of seen is iteration 3
+        before = (
+            seen[18]["peak"] * 1024
+        )  # taken when iteration 21 began: the first of seen is iteration 3
         print(f"{'peak memory, to that of iteration 20':<52} {peak / before:>12,.3f}")
 
 

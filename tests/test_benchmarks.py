@@ -68,8 +68,12 @@ def test_coin_flips_are_those_of_the_paper():
     """Catches a baseline, a credit or a sign that is wrong in REINFORCE: the numbers are known in closed form."""
     for K in (2, 9):
         (signal, noise), (turn_signal, turn_noise) = benchmark("signal_to_noise").coin_flips(K)
-        assert signal == pytest.approx(1 / 16, rel=0.02) and noise == pytest.approx((K - 1) / 16, rel=0.03)
-        assert turn_signal == pytest.approx(1 / 16, rel=0.06) and turn_noise == pytest.approx(1 / 16, rel=0.03)
+        assert signal == pytest.approx(1 / 16, rel=0.02) and noise == pytest.approx(
+            (K - 1) / 16, rel=0.03
+        )
+        assert turn_signal == pytest.approx(1 / 16, rel=0.06) and turn_noise == pytest.approx(
+            1 / 16, rel=0.03
+        )
 
 
 def test_gradients_are_those_of_the_whole_batch():
@@ -84,25 +88,33 @@ def test_gradients_are_those_of_the_whole_batch():
     batch = batch._replace(rewards=torch.arange(12.0).view(6, 2))
     values = torch.randn_like(batch.loss_mask)
     found = module.schemes(batch, values)
-    assert len({tuple(A.flatten().tolist()) for A in found.values()}) == len(found), "two schemes are the same"
+    assert len({tuple(A.flatten().tolist()) for A in found.values()}) == len(found), (
+        "two schemes are the same"
+    )
     each, mean = module.gradients(model, batch, batch.loss_mask, found, episodes=4)
     for name, A in found.items():
         logprobs, _, _ = grpo.score(model, batch.tokens, batch.loss_mask, 1.0)
         objective = (A * batch.loss_mask * logprobs).sum() / 6
-        expected = torch.cat([g.flatten() for g in torch.autograd.grad(objective, list(model.parameters()))])
+        expected = torch.cat(
+            [g.flatten() for g in torch.autograd.grad(objective, list(model.parameters()))]
+        )
         assert torch.allclose(each[name], expected, atol=1e-5), name
     assert mean == pytest.approx((logprobs.sum() / batch.loss_mask.sum()).item(), rel=1e-5)
     observed = (batch.turn_ids >= 0).float() - batch.loss_mask
     assert observed.sum() > 0 and observed.min() == 0
     sampled, tools, both = (module.gradients(model, batch, mask, {"A": module.leave_one_out(batch, mask)})[0]["A"]
                             for mask in (batch.loss_mask, observed, batch.loss_mask + observed))  # fmt: skip
-    assert tools.norm() > 0 and torch.allclose(sampled + tools, both, atol=1e-5), "the mask does not part the gradient"
+    assert tools.norm() > 0 and torch.allclose(sampled + tools, both, atol=1e-5), (
+        "the mask does not part the gradient"
+    )
 
 
 def test_the_table_of_signal_and_noise(tmp_path):
     """Catches a mean over schemes or policies instead of seeds, and a ratio the wrong way round."""
     compare = benchmark("compare")
-    lines = ["policy,seed,scheme,success,informative_groups,signal,noise,cosine,norm,tokens,logprob"]
+    lines = [
+        "policy,seed,scheme,success,informative_groups,signal,noise,cosine,norm,tokens,logprob"
+    ]
     for policy in ("start", "late"):
         for seed in (1, 2):
             lines += [f"{policy},{seed},return,0.5,0.9,{seed},6,0.25,2,10,-1",
@@ -114,11 +126,19 @@ def test_the_table_of_signal_and_noise(tmp_path):
     run_dir = compare.folder(tmp_path, compare.STUDIES["signal"].runs["start"], 1) / "run"
     run_dir.mkdir(parents=True)
     (run_dir / "wall.json").write_text("{}")
-    (run_dir / "signal.csv").write_text(lines[0].split(",", 2)[2] + "\nreturn,0.5,0.9,3,6,0.25,2,10,-1\n")
+    (run_dir / "signal.csv").write_text(
+        lines[0].split(",", 2)[2] + "\nreturn,0.5,0.9,3,6,0.25,2,10,-1\n"
+    )
     compare.measure_signal(compare.Args(results=tmp_path, runs_dir=tmp_path))
-    rows = [(row["policy"], row["seed"], row["signal"]) for row in compare.read(tmp_path / "signal.csv")]
-    assert rows[:3] == [("start", "1", "3"), ("start", "2", "2"), ("start", "2", "2")], "the new one replaces its own"
-    assert [policy for policy, *_ in rows[3:]] == ["late"] * 4, "measurements made elsewhere are lost"
+    rows = [
+        (row["policy"], row["seed"], row["signal"]) for row in compare.read(tmp_path / "signal.csv")
+    ]
+    assert rows[:3] == [("start", "1", "3"), ("start", "2", "2"), ("start", "2", "2")], (
+        "the new one replaces its own"
+    )
+    assert [policy for policy, *_ in rows[3:]] == ["late"] * 4, (
+        "measurements made elsewhere are lost"
+    )
 
 
 # ---- The comparison ----------------------------------------------------------------------------------------------
@@ -128,14 +148,24 @@ def test_statistics():
     """Catches an interval over the wrong axis, an area that depends on the spacing, a threshold met too early."""
     compare = benchmark("compare")
     mean, low, high = compare.interval([[0.0, 1.0], [1.0, 1.0]] * 10)
-    assert mean.tolist() == [0.5, 1.0] and low[1] == high[1] == 1.0 and 0.2 < low[0] < 0.4 < 0.6 < high[0] < 0.8
+    assert (
+        mean.tolist() == [0.5, 1.0]
+        and low[1] == high[1] == 1.0
+        and 0.2 < low[0] < 0.4 < 0.6 < high[0] < 0.8
+    )
     episodes, values = np.array([0.0, 100.0, 400.0]), np.array([0.0, 0.8, 1.0])
     assert compare.area(episodes, values, 400) == pytest.approx((100 * 0.4 + 300 * 0.9) / 400)
-    assert compare.area(episodes, values, 200) == pytest.approx((100 * 0.4 + 100 * (0.8 + 0.2 / 6)) / 200), "budget"
-    assert compare.area(episodes + 100, values, 400) == pytest.approx((100 * 0.4 + 200 * (0.8 + 0.2 / 3)) / 400), "late"
+    assert compare.area(episodes, values, 200) == pytest.approx(
+        (100 * 0.4 + 100 * (0.8 + 0.2 / 6)) / 200
+    ), "budget"
+    assert compare.area(episodes + 100, values, 400) == pytest.approx(
+        (100 * 0.4 + 200 * (0.8 + 0.2 / 3)) / 400
+    ), "late"
     assert compare.episodes_to(0.9, episodes, values) == pytest.approx(250)
     assert compare.episodes_to(0.4, episodes, values) == pytest.approx(50)
-    assert compare.episodes_to(0.0, episodes, values) == 0 and np.isinf(compare.episodes_to(1.1, episodes, values))
+    assert compare.episodes_to(0.0, episodes, values) == 0 and np.isinf(
+        compare.episodes_to(1.1, episodes, values)
+    )
 
 
 def test_the_table_of_a_study(monkeypatch):
@@ -144,7 +174,10 @@ def test_the_table_of_a_study(monkeypatch):
     compare = benchmark("compare")
     study = compare.Study("Tiny", {"a": "grpo", "b": "gigpo"}, threshold=0.5)
     monkeypatch.setattr(compare, "STUDIES", {"tiny": study})
-    rows = [{key: "" for key in compare.COLUMNS} | {"iteration": n, "episodes": 10 * n} for n in range(21)]
+    rows = [
+        {key: "" for key in compare.COLUMNS} | {"iteration": n, "episodes": 10 * n}
+        for n in range(21)
+    ]
     for row in rows[1:]:
         row |= {"charts/success_rate": row["iteration"] / 20, "charts/episodic_length": 3}
     rows[0] |= {"eval/success_rate": 0.2}
@@ -152,8 +185,14 @@ def test_the_table_of_a_study(monkeypatch):
                  "eval/hack_rate": 0.05, "eval/tool_calls": 2, "seconds": 7}  # fmt: skip
     better = [row | ({"eval/success_rate": 0.9} if row["iteration"] == 20 else {}) for row in rows]
     text = compare.tables("tiny", {"grpo": {1: rows, 2: better}, "gigpo": {2: better}})
-    assert "| b | 1 | 0.900 | 0.900 | 0.975 | 0.900 | 0.100 | 0.050 | 3.00 | 2.00 | 0.550 | 86 | 7 |" in text, text
-    assert "| a | 2 | 0.850 [0.800, 0.900] | 0.800 | 0.975 [0.975, 0.975] |" in text and "episodes to 0.5" in text
+    assert (
+        "| b | 1 | 0.900 | 0.900 | 0.975 | 0.900 | 0.100 | 0.050 | 3.00 | 2.00 | 0.550 | 86 | 7 |"
+        in text
+    ), text
+    assert (
+        "| a | 2 | 0.850 [0.800, 0.900] | 0.800 | 0.975 [0.975, 0.975] |" in text
+        and "episodes to 0.5" in text
+    )
     assert "- a minus b: +0.000; +0.000" in text
 
 
@@ -169,18 +208,27 @@ def test_a_comparison_trains_what_is_missing_and_redraws_without(tmp_path, monke
     monkeypatch.setattr(compare, "start_of", lambda command: None if "--num-iterations 0" in command else
                         "reinforce --num-iterations 0 --env-id number --eval-tasks 8 --d-model 16 "
                         "--warm-start-steps 40 --warm-start-learning-rate 0.02")  # fmt: skip
-    args = compare.Args(studies=("tiny",), workers=2, runs_dir=tmp_path / "runs", results=tmp_path / "results")
+    args = compare.Args(
+        studies=("tiny",), workers=2, runs_dir=tmp_path / "runs", results=tmp_path / "results"
+    )
     compare.main(args)
     files = sorted((tmp_path / "runs").glob("*/*/*/metrics.jsonl"))
     assert len(files) == 3, "a start, two runs"
     lines = [json.loads(file.read_text().splitlines()[0]) for file in files]
-    starts = [[line[f"eval/{key}"] for key in ("episodic_return", "tool_calls", "pass@8")] for line in lines]
+    starts = [
+        [line[f"eval/{key}"] for key in ("episodic_return", "tool_calls", "pass@8")]
+        for line in lines
+    ]
     assert starts[0] == starts[1] == starts[2] and any(starts[0]), "algorithms start apart"
     table = (tmp_path / "results" / "tables.md").read_text()
-    assert "| a | 1 |" in table and "a minus b" in table and "python gigpo.py --env-id number" in table
+    assert (
+        "| a | 1 |" in table and "a minus b" in table and "python gigpo.py --env-id number" in table
+    )
     before = {file: file.stat().st_mtime_ns for file in files}
     compare.main(args)
-    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").glob("*/*/*/metrics.jsonl")} == before
+    assert {
+        file: file.stat().st_mtime_ns for file in (tmp_path / "runs").glob("*/*/*/metrics.jsonl")
+    } == before
     redraw = compare.Args(redraw=True, runs_dir=tmp_path / "none", results=tmp_path / "results")
     picture = (tmp_path / "results" / "tiny.svg").read_bytes()
     (tmp_path / "results" / "tiny.svg").unlink()
@@ -192,7 +240,9 @@ def test_a_comparison_trains_what_is_missing_and_redraws_without(tmp_path, monke
     with pytest.raises(SystemExit):
         compare.main(compare.Args(redraw=True, results=tmp_path / "none"))
     assert "no runs.csv to draw from" in capsys.readouterr().err
-    assert all((tmp_path / "results" / f"tiny.{kind}").stat().st_size > 1000 for kind in ("svg", "png"))
+    assert all(
+        (tmp_path / "results" / f"tiny.{kind}").stat().st_size > 1000 for kind in ("svg", "png")
+    )
     with pytest.raises(SystemExit):
         compare.main(compare.Args(studies=("nonsense",)))
     assert "error: --studies nonsense: choose from tiny" in capsys.readouterr().err

@@ -17,13 +17,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = [name for name in ("reinforce.py", "ppo.py", "grpo.py", "gigpo.py") if (ROOT / name).exists()]
+SCRIPTS = [
+    name for name in ("reinforce.py", "ppo.py", "grpo.py", "gigpo.py") if (ROOT / name).exists()
+]
 BASE = SCRIPTS[0]  # canonical for what the scripts share beyond environment and model
 SECTIONS = ["1. Args", "2. Environment", "3. Model", "4. Rollout", "5. Warm start", "6. Advantages", "7. Loss",
             "8. Evaluation", "9. Training"]  # fmt: skip
 CANONICAL = {"2. Environment": "bugfix_env.py", "3. Model": "tinyagent.py", "4. Rollout": BASE, "5. Warm start": BASE,
              "8. Evaluation": BASE}  # fmt: skip
-COPIES = {section: [name for name in SCRIPTS if name != home] for section, home in CANONICAL.items()}
+COPIES = {
+    section: [name for name in SCRIPTS if name != home] for section, home in CANONICAL.items()
+}
 COPIES["5. Warm start"].append("tinyagent.py")
 OWN = {"train", "check_args", "Args"}  # definitions of section 9 that differ by algorithm
 EXCEPTIONS = {  # shared flags that may have another type, default or help, and why
@@ -68,15 +72,25 @@ def definitions(text):
 def fields(text):
     """The flags of Args, in order: name -> source of its line (type, default and help)."""
     lines = text.splitlines()
-    (args,) = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == "Args"]
-    return {node.target.id: lines[node.lineno - 1].strip() for node in args.body if isinstance(node, ast.AnnAssign)}
+    (args,) = [
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ClassDef) and node.name == "Args"
+    ]
+    return {
+        node.target.id: lines[node.lineno - 1].strip()
+        for node in args.body
+        if isinstance(node, ast.AnnAssign)
+    }
 
 
 def fix():
     for title, names in COPIES.items():
         for name in names:
             text = read(name)
-            fixed = text.replace(section(text, title), section(read(CANONICAL[title]), title).rstrip("\n") + "\n\n\n")
+            fixed = text.replace(
+                section(text, title), section(read(CANONICAL[title]), title).rstrip("\n") + "\n\n\n"
+            )
             if fixed != text:
                 (ROOT / name).write_text(fixed)
                 print(f"{name}: section {title} rewritten from {CANONICAL[title]}")
@@ -84,7 +98,12 @@ def fix():
     for name in SCRIPTS:
         text = read(name)
         for key, source in definitions(text).items():
-            if key in base and key not in OWN and base[key] != source and source in section(text, "9. Training"):
+            if (
+                key in base
+                and key not in OWN
+                and base[key] != source
+                and source in section(text, "9. Training")
+            ):
                 (ROOT / name).write_text(text := text.replace(source, base[key]))
                 print(f"{name}: {key} rewritten from {BASE}")
 
@@ -122,7 +141,9 @@ def test_imports_no_sibling_and_only_requirements(name):
 def test_import_has_no_side_effects(name, tmp_path):
     code = f"import sys, torch; sys.path.insert(0, {str(ROOT)!r}); state = torch.get_rng_state(); import {name[:-3]}" \
            "; assert torch.equal(state, torch.get_rng_state()) and 'wandb' not in sys.modules"  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert list(tmp_path.iterdir()) == []
 
@@ -131,7 +152,9 @@ def test_import_has_no_side_effects(name, tmp_path):
 def test_runs_alone_in_an_empty_folder(name, tmp_path):
     (tmp_path / name).write_text(read(name))
     flags = "--num-iterations 1 --warm-start-steps 3 --eval-tasks 16 --num-groups 4 --group-size 4 --runs-dir here"
-    done = subprocess.run([sys.executable, name, *flags.split()], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, name, *flags.split()], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "here").iterdir()
     assert {path.name for path in run.iterdir()} == {"args.json", "metrics.jsonl", "checkpoint.pt"}
@@ -140,7 +163,9 @@ def test_runs_alone_in_an_empty_folder(name, tmp_path):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_inline_metadata_equals_requirements(name):
     block = re.search(r"^# /// script\n(.*?)^# ///$", read(name), re.M | re.S)[1]
-    assert re.findall(r'"(.*?)"', block.split("dependencies")[1]) == read("requirements.txt").split()
+    assert (
+        re.findall(r'"(.*?)"', block.split("dependencies")[1]) == read("requirements.txt").split()
+    )
 
 
 def without_docstring(text):
@@ -153,9 +178,15 @@ def without_docstring(text):
 def test_a_script_adds_little_to_the_one_before(pair):
     """A ratchet: the point of the files is to be read as diffs. Raise a number only with a reason; lower it when you
     can."""
-    diff = list(difflib.unified_diff(*(without_docstring(read(name)) for name in pair), *pair, lineterm="", n=0))
+    diff = list(
+        difflib.unified_diff(
+            *(without_docstring(read(name)) for name in pair), *pair, lineterm="", n=0
+        )
+    )
     inserted = sum(line.startswith("+") for line in diff[2:])
-    assert inserted <= INSERTED[pair], f"{inserted} lines, {INSERTED[pair]} allowed:\n" + "\n".join(diff)
+    assert inserted <= INSERTED[pair], f"{inserted} lines, {INSERTED[pair]} allowed:\n" + "\n".join(
+        diff
+    )
 
 
 @pytest.mark.parametrize("name", SCRIPTS[1:])
@@ -171,7 +202,9 @@ def test_shared_flags_are_identical_and_in_order(name):
 def test_exceptions_are_needed():
     flags = [fields(read(name)) for name in SCRIPTS]
     for flag in EXCEPTIONS:
-        assert len({own[flag] for own in flags if flag in own}) > 1, f"--{flag} is the same everywhere"
+        assert len({own[flag] for own in flags if flag in own}) > 1, (
+            f"--{flag} is the same everywhere"
+        )
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

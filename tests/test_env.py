@@ -33,7 +33,9 @@ def play(env, task, *calls):
 
 def tasks(count, num_bugs=1):
     """Generated tasks of all splits in turn: (split, task)."""
-    return [(split, bugfix_task(split, i, num_bugs)) for i in range(count // 4) for split in gym.SPLITS]
+    return [
+        (split, bugfix_task(split, i, num_bugs)) for i in range(count // 4) for split in gym.SPLITS
+    ]
 
 
 def repair(task):
@@ -50,14 +52,21 @@ def failing(source, tests):
 
 def test_walk_through_prints_the_published_figures():
     """Catches any change of task 0, its tests, the messages' texts or the random agent's draws."""
-    done = subprocess.run([sys.executable, "bugfix_env.py"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "bugfix_env.py"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     solver, hacker, agent = re.split(r"--- (?:hacker|random agent)\n", done.stdout)
     assert "\nreward 1.0\n" in solver and "failing hidden test" not in solver
     assert "words: prompt 20 (24%), policy 16 (19%), environment 48 (57%)\n" in solver
     assert "\nreward 0.0, hacked" in hacker
-    assert re.findall("failing hidden test: (.*)", hacker) == ["clamp(0.5, 0, 1) -> 0", "clamp(-3, -5, -1) -> -5"]
-    assert "succeeds in 329 of 2,000 (0.164" in agent and "submits hacked code in 264 (0.132" in agent
+    assert re.findall("failing hidden test: (.*)", hacker) == [
+        "clamp(0.5, 0, 1) -> 0",
+        "clamp(-3, -5, -1) -> -5",
+    ]
+    assert (
+        "succeeds in 329 of 2,000 (0.164" in agent and "submits hacked code in 264 (0.132" in agent
+    )
     assert "succeeds in 404 of 2,000" in agent and "submits hacked code in 316" in agent
 
 
@@ -106,12 +115,20 @@ def test_reference_fix_earns_1_and_untouched_source_earns_0(num_bugs):
     for split, task in tasks(400 // num_bugs, num_bugs):
         env = BugFixEnv(num_bugs=num_bugs)
         *_, solved = play(env, task, *repair(task), "submit")
-        assert env.source == task.fix, f"{split} {task.pair}: the named operations do not restore the fix"
-        assert (solved[1], solved[4]["success"], solved[4]["hacked"]) == (1.0, True, False), f"{split} {task}"
+        assert env.source == task.fix, (
+            f"{split} {task.pair}: the named operations do not restore the fix"
+        )
+        assert (solved[1], solved[4]["success"], solved[4]["hacked"]) == (1.0, True, False), (
+            f"{split} {task}"
+        )
         ((_, reward, done, _, info),) = play(env, task, "submit")
-        assert (reward, done, info["success"], info["hacked"]) == (0.0, True, False, False), f"{split} {task}"
+        assert (reward, done, info["success"], info["hacked"]) == (0.0, True, False, False), (
+            f"{split} {task}"
+        )
         *_, hack = play(env, task, HACK, "submit")
-        assert (hack[1], hack[4]["success"], hack[4]["hacked"]) == (0.0, False, True), f"{split} {task}"
+        assert (hack[1], hack[4]["success"], hack[4]["hacked"]) == (0.0, False, True), (
+            f"{split} {task}"
+        )
 
 
 def test_blind_edits_fail():
@@ -142,7 +159,11 @@ def test_tasks_are_functions_of_split_and_index():
     """Catches tasks that depend on a global generator, on the order of calls or on what is cached."""
     expected = [bugfix_task(split, i) for split in gym.SPLITS for i in range(10)]
     np.random.seed(5), torch.manual_seed(5), random.seed(5)
-    again = [bugfix_task.__wrapped__(split, i) for split in reversed(gym.SPLITS) for i in reversed(range(10))]
+    again = [
+        bugfix_task.__wrapped__(split, i)
+        for split in reversed(gym.SPLITS)
+        for i in reversed(range(10))
+    ]
     assert again[::-1] == expected
     assert len(set(expected)) == len(expected), "indices repeat a task"
     assert BugFixEnv.task("dev", 3, 2) == bugfix_task("dev", 3, 2) != bugfix_task("dev", 3, 1)
@@ -156,7 +177,9 @@ def test_splits_are_disjoint_by_construction():
     seen = {split: set() for split in gym.SPLITS}
     for split, task in tasks(800):
         tests = task.public + task.hidden
-        assert zlib.crc32(repr((task.source, tests)).encode()) % 4 in gym.SPLITS[split], f"{split}: {task}"
+        assert zlib.crc32(repr((task.source, tests)).encode()) % 4 in gym.SPLITS[split], (
+            f"{split}: {task}"
+        )
         seen[split].add((task.source, tests))
     for a, b in itertools.combinations(seen.values(), 2):
         assert not a & b
@@ -177,9 +200,15 @@ def test_held_out_pairs_occur_in_unseen_only(num_bugs):
         assert bool(gym.HELD_OUT & set(changed)) == (split == "unseen"), task.pair
         found[split] |= set(changed)
     assert len(gym.HELD_OUT) >= 3 and gym.HELD_OUT <= found["unseen"]
-    assert {f for f, _ in found["train"]} == {names[0] for names in gym.FUNCTIONS}, "a function is never trained on"
+    assert {f for f, _ in found["train"]} == {names[0] for names in gym.FUNCTIONS}, (
+        "a function is never trained on"
+    )
     if num_bugs == 1:
-        pairs = {(names[0], op) for names, template in gym.FUNCTIONS.items() for op in gym.applicable(template)}
+        pairs = {
+            (names[0], op)
+            for names, template in gym.FUNCTIONS.items()
+            for op in gym.applicable(template)
+        }
         assert found["train"] == pairs - gym.HELD_OUT, "a pair is never trained on"
 
 
@@ -191,9 +220,14 @@ def test_tool_use_must_pay():
         task = bugfix_task("train", i)
         function = task.pair.split(":")[0]
         ops = [op for op in gym.applicable(task.fix) if (function, op) not in gym.HELD_OUT]
-        shown = {op: failing(gym.swap(task.fix, op), task.public) for op in ops}  # calls that the issue may name
+        shown = {
+            op: failing(gym.swap(task.fix, op), task.public) for op in ops
+        }  # calls that the issue may name
         assert all(shown.values())
-        best = [max((call in shown[op]) / len(shown[op]) / len(ops) for op in ops) for call, _ in task.public]
+        best = [
+            max((call in shown[op]) / len(shown[op]) / len(ops) for op in ops)
+            for call, _ in task.public
+        ]
         guesses.append(sum(best))
     assert 0.3 < np.mean(guesses) <= 0.7
 
@@ -206,9 +240,18 @@ def test_reward_kinds_on_task_0():
     scripts = {"buggy": ["submit"], "hacked": [HACK, "submit"], "fixed": [RIGHT, "submit"]}
     expected = {"hidden": (0, 0, 1), "public": (0, 1, 1), "partial": (0.5, 0.5, 1)}
     for kind, rewards in expected.items():
-        assert tuple(play(BugFixEnv(reward=kind), TASK_0, *calls)[-1][1] for calls in scripts.values()) == rewards, kind
-    similarity = [play(BugFixEnv(reward="similarity"), TASK_0, *calls)[-1][1] for calls in scripts.values()]
-    assert similarity[0] == pytest.approx(0.945, abs=5e-4) and similarity[2] == 1.0 and similarity[1] < similarity[0]
+        assert (
+            tuple(play(BugFixEnv(reward=kind), TASK_0, *calls)[-1][1] for calls in scripts.values())
+            == rewards
+        ), kind
+    similarity = [
+        play(BugFixEnv(reward="similarity"), TASK_0, *calls)[-1][1] for calls in scripts.values()
+    ]
+    assert (
+        similarity[0] == pytest.approx(0.945, abs=5e-4)
+        and similarity[2] == 1.0
+        and similarity[1] < similarity[0]
+    )
 
 
 def test_similarity_punishes_a_malformed_call():
@@ -217,7 +260,13 @@ def test_similarity_punishes_a_malformed_call():
     env.reset(TASK_0)
     assert env.step("<call> read </call>")[1:4] == (0.0, False, False)
     _, reward, terminated, truncated, info = env.step("read")
-    assert (reward, terminated, truncated, info["end"], info["success"]) == (-1.0, True, False, "malformed", False)
+    assert (reward, terminated, truncated, info["end"], info["success"]) == (
+        -1.0,
+        True,
+        False,
+        "malformed",
+        False,
+    )
 
 
 def test_public_reward_pays_the_hack_and_info_tells():
@@ -232,16 +281,25 @@ def test_nothing_is_success_or_hack_before_submit():
     """Catches an episode out of turns that is paid, or called hacked, for code it never submitted."""
     for edit in (RIGHT, HACK):
         for kind in ("hidden", "public", "partial", "similarity"):
-            *_, (_, reward, done, _, info) = play(BugFixEnv(max_turns=2, reward=kind), TASK_0, edit, "test")
+            *_, (_, reward, done, _, info) = play(
+                BugFixEnv(max_turns=2, reward=kind), TASK_0, edit, "test"
+            )
             assert (reward, done, info["end"]) == (0.0, True, "turn_limit")
             assert not info["success"] and not info["hacked"]
 
 
 def test_results_compare_by_value_and_type():
     """Catches == between results: True is not 1, 1.0 is not 1, "1" is not 1."""
-    for returned, expected in (("value == 1", "1"), ("value * 1.0", "1"), ("str", "1"), ("1", "True")):
+    for returned, expected in (
+        ("value == 1", "1"),
+        ("value * 1.0", "1"),
+        ("str", "1"),
+        ("1", "True"),
+    ):
         tests = (("f(1)", expected),)
-        task = gym.Task("f:none", "f(1)", f"def f(value):\n    return {returned}\n", "", tests, tests)
+        task = gym.Task(
+            "f:none", "f(1)", f"def f(value):\n    return {returned}\n", "", tests, tests
+        )
         for kind in ("hidden", "public", "partial"):
             assert play(BugFixEnv(reward=kind), task, "submit")[0][1] == 0.0
         assert play(BugFixEnv(), task, "test")[0][0].startswith("<result>FAIL f(1) -> ")
@@ -254,12 +312,21 @@ def test_an_exception_is_a_fail_line():
     public, hidden = (("fee(1, 0)", "0"), ("fee(4, 2)", "2")), (("fee(2, 1)", "2"),)
     task = gym.Task("fee:none", "fee(1, 0)", source, source, public, hidden)
     steps = play(BugFixEnv(), task, "test", "submit")
-    assert steps[0][0] == "<result>FAIL fee(1, 0) -> ZeroDivisionError\nPASS fee(4, 2) -> 2</result>"
+    assert (
+        steps[0][0] == "<result>FAIL fee(1, 0) -> ZeroDivisionError\nPASS fee(4, 2) -> 2</result>"
+    )
     assert steps[1][1] == 0.0 and not steps[1][4]["hacked"]
 
 
-BROKEN = ["", "def other(value):\n    return 1\n", "def f(value):\n    return (\n"]  # empty, deleted, syntax error
-BROKEN += ["def f(value):\n    return NotImplemented\n", "import missing\ndef f(value):\n    return 1\n"]
+BROKEN = [
+    "",
+    "def other(value):\n    return 1\n",
+    "def f(value):\n    return (\n",
+]  # empty, deleted, syntax error
+BROKEN += [
+    "def f(value):\n    return NotImplemented\n",
+    "import missing\ndef f(value):\n    return 1\n",
+]
 
 
 @pytest.mark.parametrize("source", BROKEN)
@@ -285,7 +352,13 @@ def test_wrong_calls_cost_a_turn_and_raise_nothing():
         env.reset(TASK_0)
         observation, reward, terminated, truncated, info = env.step(action)
         assert observation == f"<result>error: {what}</result>", action
-        assert (reward, terminated, truncated, info["error"], env.source) == (0.0, False, False, True, TASK_0.source)
+        assert (reward, terminated, truncated, info["error"], env.source) == (
+            0.0,
+            False,
+            False,
+            True,
+            TASK_0.source,
+        )
         assert (info["tool"] is None) == (what == "malformed")
         assert env.step("<call> read </call>")[2], f"{action!r} used up no turn"
 
@@ -306,7 +379,11 @@ def test_reset_forgets_the_last_episode():
     env = BugFixEnv(max_turns=3)
     play(env, TASK_0, RIGHT, HACK, "test")
     _, (observation, _, done, _, _) = play(env, TASK_0, "test", "read")
-    assert (observation, done, env.source) == (f"<result>{TASK_0.source}</result>", False, TASK_0.source)
+    assert (observation, done, env.source) == (
+        f"<result>{TASK_0.source}</result>",
+        False,
+        TASK_0.source,
+    )
 
 
 def test_hardcode_tests_once_and_other_edits_go_on_in_the_body():
@@ -315,8 +392,13 @@ def test_hardcode_tests_once_and_other_edits_go_on_in_the_body():
     steps = play(env, TASK_0, HACK, HACK, "test", RIGHT, "test", RIGHT, RIGHT, "submit")
     assert steps[0][0] == "<result>edited with hardcode_tests</result>"
     assert steps[1][0] == "<result>error: no change</result>"
-    assert "FAIL" not in steps[2][0] + steps[4][0] and steps[3][0] == "<result>edited with swap_minmax</result>"
-    assert steps[-1][1] == 1.0 and not steps[-1][4]["hacked"], "the repaired body under the special cases is a repair"
+    assert (
+        "FAIL" not in steps[2][0] + steps[4][0]
+        and steps[3][0] == "<result>edited with swap_minmax</result>"
+    )
+    assert steps[-1][1] == 1.0 and not steps[-1][4]["hacked"], (
+        "the repaired body under the special cases is a repair"
+    )
     assert env.source.count("\n") == TASK_0.source.count("\n") + 3
     for _, task in tasks(200):
         play(env, task, HACK)
@@ -327,7 +409,9 @@ def test_hardcode_tests_once_and_other_edits_go_on_in_the_body():
             assert env.source == "\n".join([header, *cases, body]), f"{op} on {task}"
 
 
-@pytest.mark.parametrize("call", ["test", "edit swap_minmax", "fly", "not a call </call> <call> at all"])
+@pytest.mark.parametrize(
+    "call", ["test", "edit swap_minmax", "fly", "not a call </call> <call> at all"]
+)
 @pytest.mark.parametrize("max_turns", [1, 2, 6])
 def test_turn_limit_ends_at_exactly_max_turns(call, max_turns):
     """Catches an endless or a short tool loop (field report 70); the limit is a termination with reward 0."""
@@ -339,12 +423,18 @@ def test_turn_limit_ends_at_exactly_max_turns(call, max_turns):
 
 def test_default_turns_grow_with_the_bugs():
     """Catches a second bug without the two turns it needs."""
-    assert [BugFixEnv(num_bugs=n).max_turns for n in (1, 2, 3)] == [6, 8, 10] and NumberEnv().max_turns == 5
+    assert [BugFixEnv(num_bugs=n).max_turns for n in (1, 2, 3)] == [
+        6,
+        8,
+        10,
+    ] and NumberEnv().max_turns == 5
 
 
 def test_one_turn_allows_one_action_and_its_reward():
     """Catches a limit that is checked before the action is graded: a submit on the last turn counts as submitted."""
-    ((_, reward, done, _, info),) = play(BugFixEnv(max_turns=1), TASK_0._replace(source=TASK_0.fix), "submit")
+    ((_, reward, done, _, info),) = play(
+        BugFixEnv(max_turns=1), TASK_0._replace(source=TASK_0.fix), "submit"
+    )
     assert (reward, done, info["end"], info["success"]) == (1.0, True, "submitted", True)
     env = NumberEnv(max_turns=1)
     env.reset(3)
@@ -379,12 +469,26 @@ def test_malformed_end():
         env.reset(task)
         assert not env.step(fine)[2]
         _, reward, terminated, truncated, info = env.step(bad)
-        assert (reward, terminated, truncated, info["end"], info["success"]) == (0.0, True, False, "malformed", False)
-    for env, task, bad in ((BugFixEnv(), TASK_0, "<call> read"), (NumberEnv(malformed="error"), 4, " call")):
+        assert (reward, terminated, truncated, info["end"], info["success"]) == (
+            0.0,
+            True,
+            False,
+            "malformed",
+            False,
+        )
+    for env, task, bad in (
+        (BugFixEnv(), TASK_0, "<call> read"),
+        (NumberEnv(malformed="error"), 4, " call"),
+    ):
         env.reset(task)
         for turn in range(env.max_turns):
             _, reward, terminated, truncated, info = env.step(bad)
-            assert (reward, terminated, truncated, info["error"]) == (0.0, turn == env.max_turns - 1, False, True)
+            assert (reward, terminated, truncated, info["error"]) == (
+                0.0,
+                turn == env.max_turns - 1,
+                False,
+                True,
+            )
         assert info["end"] == "turn_limit"
 
 
@@ -399,12 +503,19 @@ def anchor(*calls, task=TASK_0):
 
 def test_anchors_are_source_and_last_observation():
     """Catches an anchor that holds the history or a step counter, or misses a visible change (report 36)."""
-    assert anchor("read") == anchor("test", "read") == anchor("read", "read") == anchor(RIGHT, RIGHT, "read")
+    assert (
+        anchor("read")
+        == anchor("test", "read")
+        == anchor("read", "read")
+        == anchor(RIGHT, RIGHT, "read")
+    )
     assert anchor("test") == anchor("fly", "test") and anchor("fly") == anchor("fly", "sing")
     assert anchor(RIGHT) == anchor("read", "test", RIGHT) == anchor(RIGHT, RIGHT, RIGHT)
     routes = [[], ["read"], ["test"], ["fly"], ["edit swap_andor"], [RIGHT], [RIGHT, "read"], [RIGHT, "test"],
               [RIGHT, "fly"], [HACK], [HACK, "read"], [HACK, "test"], [HACK, RIGHT], [HACK, RIGHT, "test"]]  # fmt: skip
-    different = [anchor(*calls) for calls in routes] + [anchor(task=TASK_0._replace(issue="another issue"))]
+    different = [anchor(*calls) for calls in routes] + [
+        anchor(task=TASK_0._replace(issue="another issue"))
+    ]
     assert len(set(different)) == len(different), "two states share an anchor"
 
 
@@ -448,7 +559,12 @@ def test_number_layout_costs_and_answers():
         text, total = text + action + observation * (not done), total + reward
     assert text == "<bos> ? call 3 <tool> higher call 5 <tool> lower ans 4"
     assert total == pytest.approx(0.9) and done and not truncated
-    assert (info["end"], info["success"], info["hacked"], info["tool"]) == ("submitted", True, False, "ans")
+    assert (info["end"], info["success"], info["hacked"], info["tool"]) == (
+        "submitted",
+        True,
+        False,
+        "ans",
+    )
     for secret, asked in itertools.product(range(8), repeat=2):
         env.reset(secret)
         answer = "lower" if secret < asked else "higher" if secret > asked else "equal"
@@ -467,22 +583,42 @@ def test_number_anchor_is_the_open_interval():
         left = set(range(8))  # secrets that the answers so far leave open
         for x in asked + asked:
             answer = env.step(f" call {x}")[0].split()[-1]
-            left &= set(range(x)) if answer == "lower" else set(range(x + 1, 8)) if answer == "higher" else {x}
+            left &= (
+                set(range(x))
+                if answer == "lower"
+                else set(range(x + 1, 8))
+                if answer == "higher"
+                else {x}
+            )
             assert env.anchor == (min(left), max(left))
 
 
 def test_number_malformed_and_turn_limit():
     """Catches a malformed turn that is executed or charged, or questions without end."""
-    for action in ("", "call 3", " call", " call x", " fly 3", " call 3 ", " ans", " 3 call", " call 3 ans 4"):
+    for action in (
+        "",
+        "call 3",
+        " call",
+        " call x",
+        " fly 3",
+        " call 3 ",
+        " ans",
+        " 3 call",
+        " call 3 ans 4",
+    ):
         env = NumberEnv()
         env.reset(3)
         _, reward, terminated, truncated, info = env.step(action)
-        assert (reward, terminated, truncated, info["end"]) == (0.0, True, False, "malformed"), action
+        assert (reward, terminated, truncated, info["end"]) == (0.0, True, False, "malformed"), (
+            action
+        )
         assert not info["success"]
     env = NumberEnv()
     env.reset(3)
     steps = [env.step(" call 3") for _ in range(5)]
-    assert [step[2] for step in steps] == [False] * 4 + [True] and not any(step[3] for step in steps)
+    assert [step[2] for step in steps] == [False] * 4 + [True] and not any(
+        step[3] for step in steps
+    )
     assert steps[-1][4]["end"] == "turn_limit" and not steps[-1][4]["success"]
 
 
@@ -515,9 +651,20 @@ def test_tokenizer_round_trip_of_reachable_texts():
     for text in texts:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(texts) > 500
-    assert [len(tokenizer.encode(f"<call> {call} </call>")) for call in ("read", "edit swap_minmax", HACK)] == [3, 4, 4]
+    assert [
+        len(tokenizer.encode(f"<call> {call} </call>"))
+        for call in ("read", "edit swap_minmax", HACK)
+    ] == [3, 4, 4]
     number = grpo.Tokenizer(NumberEnv.vocabulary())
-    for text in ("<bos> ?", " call 3", " ans 7", " <tool> lower", " <tool> higher", " <tool> equal", " <tool> error"):
+    for text in (
+        "<bos> ?",
+        " call 3",
+        " ans 7",
+        " <tool> lower",
+        " <tool> higher",
+        " <tool> equal",
+        " <tool> error",
+    ):
         assert number.decode(number.encode(text)) == text and len(number.encode(text)) == 2
 
 

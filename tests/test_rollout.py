@@ -24,7 +24,9 @@ torch.set_num_threads(1)  # these models are too small to share
 READ, TEST, SUBMIT = "<call> read </call>", "<call> test </call>", "<call> submit </call>"
 RIGHT, HACK = "<call> edit swap_minmax </call>", "<call> edit hardcode_tests </call>"
 SOLVED = TASK_0._replace(source=TASK_0.fix)
-TOKENIZERS = {env_class: grpo.Tokenizer(env_class.vocabulary()) for env_class in (BugFixEnv, NumberEnv)}
+TOKENIZERS = {
+    env_class: grpo.Tokenizer(env_class.vocabulary()) for env_class in (BugFixEnv, NumberEnv)
+}
 WORDS = TOKENIZERS[BugFixEnv]
 encode = WORDS.encode
 
@@ -71,15 +73,23 @@ def play_script(monkeypatch, scripts, tasks, *, env_class=SpyEnv, max_turns=6, c
     base = NumberEnv if issubclass(env_class, NumberEnv) else BugFixEnv
     tokenizer = TOKENIZERS[base]
     V, size = len(tokenizer.words), env_class.turn_tokens
-    ids = torch.full((len(scripts), max_turns * size), tokenizer.ids[" ?" if base is NumberEnv else filler])
+    ids = torch.full(
+        (len(scripts), max_turns * size), tokenizer.ids[" ?" if base is NumberEnv else filler]
+    )
     for row, messages in enumerate(scripts):
         for turn, message in enumerate(messages[:max_turns]):
-            message = list(tokenizer.encode(message) if isinstance(message, str) else message)[:size]
-            ids[row, turn * size : turn * size + len(message)] = torch.tensor(message, dtype=torch.int64)
+            message = list(tokenizer.encode(message) if isinstance(message, str) else message)[
+                :size
+            ]
+            ids[row, turn * size : turn * size + len(message)] = torch.tensor(
+                message, dtype=torch.int64
+            )
 
     def sampler(logits, uniforms, temperature):
         chosen = (uniforms.double() * V).long()
-        return chosen, F.log_softmax(logits / (temperature or 1.0), -1).gather(1, chosen[:, None])[:, 0]
+        return chosen, F.log_softmax(logits / (temperature or 1.0), -1).gather(1, chosen[:, None])[
+            :, 0
+        ]
 
     monkeypatch.setattr(grpo, "sample_tokens", sampler)
     envs = [env_class(max_turns=max_turns, **options) for _ in scripts]
@@ -113,7 +123,11 @@ def reference(env, task, messages, context_length):
 
 def episode(batch, row):
     n = batch.lengths[row]
-    return batch.tokens[row, :n].tolist(), batch.loss_mask[row, :n].tolist(), batch.turn_ids[row, :n].tolist()
+    return (
+        batch.tokens[row, :n].tolist(),
+        batch.loss_mask[row, :n].tolist(),
+        batch.turn_ids[row, :n].tolist(),
+    )
 
 
 def sampled(batch, row, turn):
@@ -121,7 +135,9 @@ def sampled(batch, row, turn):
     return batch.tokens[row][(batch.loss_mask[row] > 0) & (batch.turn_ids[row] == turn)].tolist()
 
 
-def rollout(model, tasks, uniforms, *, env_class=BugFixEnv, temperature=1.0, context_length=1200, **options):
+def rollout(
+    model, tasks, uniforms, *, env_class=BugFixEnv, temperature=1.0, context_length=1200, **options
+):
     envs = [env_class(**options) for _ in tasks]
     return grpo.rollout(model, TOKENIZERS[env_class], envs, tasks, torch.arange(len(tasks)), uniforms,
                         temperature=temperature, context_length=context_length)  # fmt: skip
@@ -138,7 +154,14 @@ def test_stored_sequence_is_prompt_samples_and_observations(monkeypatch):
     script = [list(encode(READ)), garbage, list(encode(SUBMIT))]
     batch, (env,) = play_script(monkeypatch, [script], [TASK_0])
     assert WORDS.decode(garbage) == env.actions[1]
-    expected = [*encode(env.said[0]), *script[0], *encode(env.said[1]), *garbage, *encode(env.said[2]), *script[2]]
+    expected = [
+        *encode(env.said[0]),
+        *script[0],
+        *encode(env.said[1]),
+        *garbage,
+        *encode(env.said[2]),
+        *script[2],
+    ]
     assert batch.tokens[0].tolist() == expected
     assert set(encoded) <= set(env.said), "text with model output was encoded"
 
@@ -148,7 +171,16 @@ def test_random_episodes_equal_the_reference_grammar(monkeypatch, context_length
     """Catches mask, turn ids or log-probs of another length than the ids, a lost or added separator, a context cut in
     the wrong place (field reports 2, 97): 220 episodes of valid, wrong, empty, unclosed and overlong messages."""
     rng = np.random.default_rng(context_length)
-    calls = [READ, TEST, SUBMIT, RIGHT, HACK, "<call> read read </call>", "<call> </call>", " </call>"]
+    calls = [
+        READ,
+        TEST,
+        SUBMIT,
+        RIGHT,
+        HACK,
+        "<call> read read </call>",
+        "<call> </call>",
+        " </call>",
+    ]
     scripts, tasks, stop = [], [], WORDS.ids[BugFixEnv.stop]
     for row in range(20):
         script = []
@@ -156,18 +188,31 @@ def test_random_episodes_equal_the_reference_grammar(monkeypatch, context_length
             noise = rng.integers(0, len(WORDS.words), 6).tolist()
             kind = rng.integers(4)
             call = list(encode(calls[rng.integers(len(calls))]))
-            script.append(noise if kind == 0 else [*noise[:5], stop] if kind == 1 else (call + noise)[:6])
+            script.append(
+                noise if kind == 0 else [*noise[:5], stop] if kind == 1 else (call + noise)[:6]
+            )
         scripts.append(script)
         tasks.append(grpo.bugfix_task("train", row) if row % 4 else TASK_0)
     batch, envs = play_script(monkeypatch, scripts, tasks, context_length=context_length)
-    assert batch.tokens.shape == batch.loss_mask.shape == batch.logprobs.shape == batch.turn_ids.shape
-    assert batch.tokens.dtype == torch.int64 and batch.tokens.shape[1] == batch.lengths.max() <= context_length
+    assert (
+        batch.tokens.shape == batch.loss_mask.shape == batch.logprobs.shape == batch.turn_ids.shape
+    )
+    assert (
+        batch.tokens.dtype == torch.int64
+        and batch.tokens.shape[1] == batch.lengths.max() <= context_length
+    )
     for row, (script, task, env) in enumerate(zip(scripts, tasks, envs)):
-        ids, mask, turns, rewards, end = reference(BugFixEnv(max_turns=6), task, script, context_length)
+        ids, mask, turns, rewards, end = reference(
+            BugFixEnv(max_turns=6), task, script, context_length
+        )
         assert episode(batch, row) == (ids, mask, turns)
-        assert batch.infos[row]["end"] == end and batch.infos[row]["turns"] == len(rewards) == len(env.actions)
+        assert batch.infos[row]["end"] == end and batch.infos[row]["turns"] == len(rewards) == len(
+            env.actions
+        )
         assert batch.rewards[row].tolist() == pytest.approx(rewards + [0.0] * (6 - len(rewards)))
-        assert batch.truncated[row] == (end == "context_limit") and batch.terminated[row] == (end != "context_limit")
+        assert batch.truncated[row] == (end == "context_limit") and batch.terminated[row] == (
+            end != "context_limit"
+        )
         padding = slice(batch.lengths[row], None)
         assert not batch.loss_mask[row, padding].any() and not batch.logprobs[row, padding].any()
         assert not batch.tokens[row, padding].any() and (batch.turn_ids[row, padding] == -1).all()
@@ -175,20 +220,30 @@ def test_random_episodes_equal_the_reference_grammar(monkeypatch, context_length
         assert len(batch.anchors[row]) == len(rewards)
 
 
-@pytest.mark.parametrize("context_length, temperature", [(1200, 1.0), (200, 0.7), (30, 1.0), (1200, 0)])
-def test_mask_is_one_exactly_on_what_the_real_sampler_returned(monkeypatch, context_length, temperature):
+@pytest.mark.parametrize(
+    "context_length, temperature", [(1200, 1.0), (200, 0.7), (30, 1.0), (1200, 0)]
+)
+def test_mask_is_one_exactly_on_what_the_real_sampler_returned(
+    monkeypatch, context_length, temperature
+):
     """Catches masks on harness ids, sampled ids without mask, noise of another row or position (field report 2)."""
     drawn, real = {}, grpo.sample_tokens
 
     def spy(logits, uniforms, temperature):
         ids, logprobs = real(logits, uniforms, temperature)
-        drawn.update({u: (i, p) for u, i, p in zip(uniforms.tolist(), ids.tolist(), logprobs.tolist())})
+        drawn.update(
+            {u: (i, p) for u, i, p in zip(uniforms.tolist(), ids.tolist(), logprobs.tolist())}
+        )
         return ids, logprobs
 
     monkeypatch.setattr(grpo, "sample_tokens", spy)
-    uniforms = torch.randperm(16 * 36, generator=torch.Generator().manual_seed(3)).view(16, 36) / 576  # no two equal
+    uniforms = (
+        torch.randperm(16 * 36, generator=torch.Generator().manual_seed(3)).view(16, 36) / 576
+    )  # no two equal
     tasks = [grpo.bugfix_task("train", i) for i in range(16)]
-    batch = rollout(random_model(), tasks, uniforms, context_length=context_length, temperature=temperature)
+    batch = rollout(
+        random_model(), tasks, uniforms, context_length=context_length, temperature=temperature
+    )
     for row in range(16):
         for turn in range(6):
             ids = sampled(batch, row, turn)
@@ -197,7 +252,9 @@ def test_mask_is_one_exactly_on_what_the_real_sampler_returned(monkeypatch, cont
             where = (batch.loss_mask[row] > 0) & (batch.turn_ids[row] == turn)
             assert batch.logprobs[row][where].tolist() == [p for _, p in expected]
             if len(ids) < 6 and turn < batch.infos[row]["turns"]:
-                assert ids[-1] == WORDS.ids[" </call>"], "a turn ended early without its closing token"
+                assert ids[-1] == WORDS.ids[" </call>"], (
+                    "a turn ended early without its closing token"
+                )
 
 
 def test_closing_token_is_trained_and_nothing_is_forced(monkeypatch):
@@ -207,7 +264,12 @@ def test_closing_token_is_trained_and_nothing_is_forced(monkeypatch):
     batch, (env,) = play_script(monkeypatch, [script], [TASK_0])
     stop = WORDS.ids[" </call>"]
     assert [sampled(batch, 0, turn)[-1] == stop for turn in range(4)] == [True, False, True, True]
-    assert [len(sampled(batch, 0, turn)) for turn in range(4)] == [3, 6, 3, 3] and batch.loss_mask.sum() == 15
+    assert [len(sampled(batch, 0, turn)) for turn in range(4)] == [
+        3,
+        6,
+        3,
+        3,
+    ] and batch.loss_mask.sum() == 15
     assert env.actions[1] == "<call> edit swap_minmax read test read"
     assert env.said[2] == "<result>error: malformed</result>"
     assert (batch.tokens[0] == stop).sum() == 3, "the harness added a closing token"
@@ -217,8 +279,12 @@ def test_closing_token_is_trained_and_nothing_is_forced(monkeypatch):
 
 def test_a_sampled_padding_id_is_a_token(monkeypatch):
     """Catches padding that is guessed from ids (field report 15): <pad> has id 0, and the policy may sample it."""
-    batch, _ = play_script(monkeypatch, [[[0] * 6, [0] * 6], [SUBMIT]], [TASK_0, TASK_0], max_turns=2)
-    assert sampled(batch, 0, 0) == sampled(batch, 0, 1) == [0] * 6 and batch.loss_mask[0].sum() == 12
+    batch, _ = play_script(
+        monkeypatch, [[[0] * 6, [0] * 6], [SUBMIT]], [TASK_0, TASK_0], max_turns=2
+    )
+    assert (
+        sampled(batch, 0, 0) == sampled(batch, 0, 1) == [0] * 6 and batch.loss_mask[0].sum() == 12
+    )
     assert batch.lengths.tolist() == [len(batch.tokens[0]), len(encode(TASK_0.issue)) + 3]
 
 
@@ -242,8 +308,13 @@ def test_hidden_number_layout(monkeypatch):
     assert batch.rewards[0].tolist() == pytest.approx([-0.05, -0.05, 1, 0, 0])
     assert batch.rewards[0].sum().item() == pytest.approx(0.9)
     assert batch.anchors == [[(0, 7), (4, 7), (4, 4)], [(0, 7)]]
-    assert batch.lengths.tolist() == [12, 4] and batch.terminated.all() and not batch.truncated.any()
-    assert [(info["turns"], info["tool_calls"], info["errors"]) for info in batch.infos] == [(3, 2, 0), (1, 0, 0)]
+    assert (
+        batch.lengths.tolist() == [12, 4] and batch.terminated.all() and not batch.truncated.any()
+    )
+    assert [(info["turns"], info["tool_calls"], info["errors"]) for info in batch.infos] == [
+        (3, 2, 0),
+        (1, 0, 0),
+    ]
     assert all(info["success"] and info["end"] == "submitted" for info in batch.infos)
 
 
@@ -252,8 +323,16 @@ def test_hidden_number_layout(monkeypatch):
 
 def test_stored_rewards_sum_to_the_environments_return(monkeypatch):
     """Catches rewards that are overwritten, shifted by a turn or lost with a final observation (reports 10, 32)."""
-    scripts = [[READ, TEST, RIGHT, TEST, SUBMIT], [READ, HACK, SUBMIT], [TEST] * 6, ["read"] * 6, [SUBMIT]]
-    batch, envs = play_script(monkeypatch, scripts, [TASK_0] * 5, tool_cost=0.25, process_reward=0.5)
+    scripts = [
+        [READ, TEST, RIGHT, TEST, SUBMIT],
+        [READ, HACK, SUBMIT],
+        [TEST] * 6,
+        ["read"] * 6,
+        [SUBMIT],
+    ]
+    batch, envs = play_script(
+        monkeypatch, scripts, [TASK_0] * 5, tool_cost=0.25, process_reward=0.5
+    )
     for row, env in enumerate(envs):
         assert batch.rewards[row].tolist() == env.paid + [0.0] * (6 - len(env.paid))
     assert batch.rewards[0].sum() == 4 * 0.25 + 1.5
@@ -261,7 +340,11 @@ def test_stored_rewards_sum_to_the_environments_return(monkeypatch):
 
 def test_infos(monkeypatch):
     """Catches counts that mix up tools, errors and turns, or a hack that is reported as success."""
-    scripts = [[READ, TEST, "<call> edit swap_andor </call>", RIGHT, SUBMIT], [HACK, SUBMIT], ["read"] * 6]
+    scripts = [
+        [READ, TEST, "<call> edit swap_andor </call>", RIGHT, SUBMIT],
+        [HACK, SUBMIT],
+        ["read"] * 6,
+    ]
     batch, _ = play_script(monkeypatch, scripts, [TASK_0, TASK_0, SOLVED], reward="public")
     keys = ("end", "success", "hacked", "turns", "tool_calls", "errors", "pair")
     assert [[info[key] for key in keys] for info in batch.infos] == [
@@ -294,38 +377,77 @@ def test_endless_policies_end_at_max_turns(monkeypatch, message, max_turns):
 def test_one_turn_allows_one_action_and_its_reward(monkeypatch):
     """Catches a turn limit that is checked before the reward is stored (field report 70)."""
     batch, _ = play_script(monkeypatch, [[SUBMIT]], [SOLVED], max_turns=1)
-    assert batch.rewards.tolist() == [[1.0]] and batch.infos[0]["end"] == "submitted" and batch.infos[0]["success"]
+    assert (
+        batch.rewards.tolist() == [[1.0]]
+        and batch.infos[0]["end"] == "submitted"
+        and batch.infos[0]["success"]
+    )
 
 
 def test_finished_episodes_get_no_further_step(monkeypatch):
     """Catches finished episodes that go on acting in the batch (field report 71)."""
-    batch, envs = play_script(monkeypatch, [[SUBMIT], [TEST] * 6, [READ, SUBMIT], [SUBMIT]], [TASK_0] * 4)
+    batch, envs = play_script(
+        monkeypatch, [[SUBMIT], [TEST] * 6, [READ, SUBMIT], [SUBMIT]], [TASK_0] * 4
+    )
     assert [len(env.actions) for env in envs] == [1, 6, 2, 1]
     for row, turns in enumerate((1, 6, 2, 1)):
-        assert batch.turn_ids[row].max() == turns - 1 and not batch.loss_mask[row, batch.lengths[row] :].any()
-        assert batch.lengths[row] == sum(len(encode(text)) for text in envs[row].actions + envs[row].said[:-1])
+        assert (
+            batch.turn_ids[row].max() == turns - 1
+            and not batch.loss_mask[row, batch.lengths[row] :].any()
+        )
+        assert batch.lengths[row] == sum(
+            len(encode(text)) for text in envs[row].actions + envs[row].said[:-1]
+        )
 
 
 def test_context_overflow_in_an_observation(monkeypatch):
     """Catches a crash, an overflow called invalid, terminated or success, a dropped last observation (report 22)."""
     prompt, read = len(encode(TASK_0.issue)), list(encode(READ))
     for room in (0, 1, 5):
-        batch, (env,) = play_script(monkeypatch, [[READ, SUBMIT]], [SOLVED], context_length=prompt + len(read) + room)
+        batch, (env,) = play_script(
+            monkeypatch, [[READ, SUBMIT]], [SOLVED], context_length=prompt + len(read) + room
+        )
         info = batch.infos[0]
         assert batch.truncated.tolist() == [True] and batch.terminated.tolist() == [False]
-        assert (info["end"], info["turns"], info["errors"], info["success"]) == ("context_limit", 1, 0, False)
-        assert batch.tokens[0].tolist() == [*encode(TASK_0.issue), *read, *encode(env.said[1])[:room]]
+        assert (info["end"], info["turns"], info["errors"], info["success"]) == (
+            "context_limit",
+            1,
+            0,
+            False,
+        )
+        assert batch.tokens[0].tolist() == [
+            *encode(TASK_0.issue),
+            *read,
+            *encode(env.said[1])[:room],
+        ]
         assert batch.loss_mask[0].tolist() == [0] * prompt + [1] * len(read) + [0] * room
-        assert batch.turn_ids[0].tolist() == [-1] * prompt + [0] * (len(read) + room) and not batch.rewards.any()
+        assert (
+            batch.turn_ids[0].tolist() == [-1] * prompt + [0] * (len(read) + room)
+            and not batch.rewards.any()
+        )
 
 
 def test_context_overflow_in_a_message(monkeypatch):
     """Catches a message cut by the context but executed or called malformed, and a reward lost on the last token."""
-    whole = [len(encode(text)) for text in (TASK_0.issue, RIGHT, "<result>edited with swap_minmax</result>", SUBMIT)]
-    for missing, end in ((0, "submitted"), (1, "context_limit"), (2, "context_limit"), (3, "context_limit")):
-        batch, (env,) = play_script(monkeypatch, [[RIGHT, SUBMIT]], [TASK_0], context_length=sum(whole) - missing)
+    whole = [
+        len(encode(text))
+        for text in (TASK_0.issue, RIGHT, "<result>edited with swap_minmax</result>", SUBMIT)
+    ]
+    for missing, end in (
+        (0, "submitted"),
+        (1, "context_limit"),
+        (2, "context_limit"),
+        (3, "context_limit"),
+    ):
+        batch, (env,) = play_script(
+            monkeypatch, [[RIGHT, SUBMIT]], [TASK_0], context_length=sum(whole) - missing
+        )
         info = batch.infos[0]
-        assert info["end"] == end and batch.truncated[0] == (missing > 0) and batch.lengths[0] == sum(whole) - missing
+        assert (
+            info["end"] == end
+            and batch.truncated[0] == (missing > 0)
+            and batch.lengths[0] == sum(whole) - missing
+        )
         assert info["success"] == (missing == 0) and batch.rewards.sum() == (missing == 0)
         assert env.actions == [RIGHT, SUBMIT][: 2 - (missing > 0)] and info["errors"] == 0
         assert sampled(batch, 0, 1) == list(encode(SUBMIT))[: 3 - missing]
@@ -364,7 +486,12 @@ def test_full_forward_equals_cached_decoding():
     tokens = torch.randint(len(WORDS.words), (3, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         full, cache, parts = model(tokens), model.make_cache(3, 41), []
-        for a, b in [(0, 10), *((i, i + 1) for i in range(10, 15)), (15, 27), *((i, i + 1) for i in range(27, 40))]:
+        for a, b in [
+            (0, 10),
+            *((i, i + 1) for i in range(10, 15)),
+            (15, 27),
+            *((i, i + 1) for i in range(27, 40)),
+        ]:
             parts.append(model(tokens[:, a:b], cache, torch.arange(a, b).expand(3, -1)))
         assert (torch.cat(parts, 1) - full).abs().max() < 1e-4
         assert (model.head(model(tokens, return_hidden=True)) - full).abs().max() < 1e-5
@@ -376,7 +503,9 @@ def test_full_forward_equals_cached_decoding():
         changed = tokens.clone()
         changed[:, 20:] = 1
         assert (model(changed)[:, :20] - full[:, :20]).abs().max() < 1e-5, "a token sees later ones"
-        assert (model(changed)[:, 20:] - full[:, 20:]).abs().max() > 0.1, "the model does not depend on its input"
+        assert (model(changed)[:, 20:] - full[:, 20:]).abs().max() > 0.1, (
+            "the model does not depend on its input"
+        )
 
 
 @pytest.mark.parametrize("scripted", [False, True])
@@ -398,10 +527,16 @@ def test_score_equals_the_rollouts_logprobs(monkeypatch, temperature, scripted):
                 logprobs, entropy, _ = grpo.score(model, batch.tokens, mask, temperature)
             difference = (logprobs - batch.logprobs)[batch.loss_mask > 0]
             assert difference.abs().max() < 1e-4 and (difference.exp() - 1).abs().max() < 1e-4
-            assert not logprobs[mask == 0].any() and not entropy[mask == 0].any() and (entropy[mask > 0] > 0).all()
+            assert (
+                not logprobs[mask == 0].any()
+                and not entropy[mask == 0].any()
+                and (entropy[mask > 0] > 0).all()
+            )
             assert (logprobs[mask > 0] < 0).all() and not batch.logprobs[batch.loss_mask == 0].any()
         other, _, _ = grpo.score(model, batch.tokens, batch.loss_mask, temperature * 0.8)
-        assert (other - batch.logprobs)[batch.loss_mask > 0].abs().max() > 0.1, "the model is blind to this"
+        assert (other - batch.logprobs)[batch.loss_mask > 0].abs().max() > 0.1, (
+            "the model is blind to this"
+        )
 
 
 def test_sampler_draws_at_the_temperature():
@@ -414,14 +549,21 @@ def test_sampler_draws_at_the_temperature():
         assert torch.allclose(torch.bincount(ids, minlength=4) / 20000, expected, atol=2e-4)
         assert torch.allclose(logprobs.exp(), expected[ids], atol=1e-6)
     edges = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]]).expand(4, -1)
-    assert grpo.sample_tokens(edges, torch.tensor([0.0, 0.49, 0.5, 1 - 2**-24]), 1.0)[0].tolist() == [1, 1, 3, 3]
-    assert grpo.sample_tokens(logits.expand(2, -1), torch.tensor([0.0, 0.9]), 0)[0].tolist() == [2, 2]
+    assert grpo.sample_tokens(edges, torch.tensor([0.0, 0.49, 0.5, 1 - 2**-24]), 1.0)[
+        0
+    ].tolist() == [1, 1, 3, 3]
+    assert grpo.sample_tokens(logits.expand(2, -1), torch.tensor([0.0, 0.9]), 0)[0].tolist() == [
+        2,
+        2,
+    ]
 
 
 def test_score_alone_equals_score_beside_a_longer_episode(monkeypatch):
     """Catches padding that shifts positions or is attended to (field report 21)."""
     model = random_model()
-    batch, _ = play_script(monkeypatch, [[SUBMIT], [READ, TEST, HACK, READ, TEST, SUBMIT]], [TASK_0] * 2, model=model)
+    batch, _ = play_script(
+        monkeypatch, [[SUBMIT], [READ, TEST, HACK, READ, TEST, SUBMIT]], [TASK_0] * 2, model=model
+    )
     n = batch.lengths[0]
     assert batch.lengths[1] > 3 * n
     together = grpo.score(model, batch.tokens, batch.loss_mask, 1.0)
@@ -439,7 +581,9 @@ def test_episodes_do_not_depend_on_their_batch(env_class, max_turns, context_len
     model, B = random_model(env_class), 16
     tasks = [env_class.task("train", i) for i in range(B)]
     uniforms = grpo.draw_uniforms(4, 1, B, max_turns * env_class.turn_tokens)
-    options = dict(env_class=env_class, max_turns=max_turns, malformed="error", context_length=context_length)
+    options = dict(
+        env_class=env_class, max_turns=max_turns, malformed="error", context_length=context_length
+    )
     whole = rollout(model, tasks, uniforms, **options)
     assert len(set(whole.lengths.tolist())) > 1
     order = torch.randperm(B, generator=torch.Generator().manual_seed(0)).tolist()
@@ -450,7 +594,10 @@ def test_episodes_do_not_depend_on_their_batch(env_class, max_turns, context_len
             assert episode(part, i) == episode(whole, row), f"row {row}"
             n = part.lengths[i]
             assert (part.logprobs[i, :n] - whole.logprobs[row, :n]).abs().max() < 1e-4
-            assert torch.equal(part.rewards[i], whole.rewards[row]) and part.anchors[i] == whole.anchors[row]
+            assert (
+                torch.equal(part.rewards[i], whole.rewards[row])
+                and part.anchors[i] == whole.anchors[row]
+            )
             assert {**part.infos[i], "env_seconds": 0} == {**whole.infos[row], "env_seconds": 0}
 
 
@@ -458,7 +605,9 @@ def test_rows_that_finish_at_different_times_do_not_disturb_each_other(monkeypat
     """Catches cache rows mixed up when finished episodes leave, with messages and observations of many lengths."""
     model, rng = random_model(), random.Random(0)
     calls = [READ, TEST, HACK, "<call> edit swap_order </call>", "read", "<call> read"]
-    scripts = [[rng.choice(calls) for _ in range(n)] + [SUBMIT] for n in (0, 5, 1, 4, 2, 3, 0, 5, 5)]
+    scripts = [
+        [rng.choice(calls) for _ in range(n)] + [SUBMIT] for n in (0, 5, 1, 4, 2, 3, 0, 5, 5)
+    ]
     tasks = [grpo.bugfix_task("train", i) for i in range(len(scripts))]
     whole, _ = play_script(monkeypatch, scripts, tasks, model=model)
     for row, (script, task) in enumerate(zip(scripts, tasks)):
@@ -477,7 +626,9 @@ def test_a_group_is_not_one_completion_copied():
     model = grpo.TinyAgent(len(WORDS.words), d_model=16, n_layers=1, n_heads=2)
     batch = rollout(model, [TASK_0] * 8, grpo.draw_uniforms(1, 1, 8, 12), max_turns=2)
     assert len({tuple(sampled(batch, row, 0)) for row in range(8)}) >= 6
-    assert len({tuple(sampled(batch, row, turn)) for row in range(8) for turn in range(2)}) >= 12, "turns share noise"
+    assert len({tuple(sampled(batch, row, turn)) for row in range(8) for turn in range(2)}) >= 12, (
+        "turns share noise"
+    )
 
 
 def test_uniforms_are_keyed_by_seed_iteration_row_and_position():
@@ -486,10 +637,20 @@ def test_uniforms_are_keyed_by_seed_iteration_row_and_position():
     torch.rand(5), np.random.rand(3)
     assert torch.equal(grpo.draw_uniforms(3, 7, 32, 36), expected)
     torch.set_rng_state(state)
-    assert torch.equal(grpo.draw_uniforms(3, 7, 20, 36), expected[:20]) and torch.equal(torch.get_rng_state(), state)
-    for other in (grpo.draw_uniforms(4, 7, 32, 36), grpo.draw_uniforms(3, 8, 32, 36), grpo.draw_uniforms(7, 3, 32, 36)):
+    assert torch.equal(grpo.draw_uniforms(3, 7, 20, 36), expected[:20]) and torch.equal(
+        torch.get_rng_state(), state
+    )
+    for other in (
+        grpo.draw_uniforms(4, 7, 32, 36),
+        grpo.draw_uniforms(3, 8, 32, 36),
+        grpo.draw_uniforms(7, 3, 32, 36),
+    ):
         assert (other == expected).float().mean() < 0.01
-    assert len(expected.unique()) > 0.99 * expected.numel() and 0 <= expected.min() and expected.max() < 1
+    assert (
+        len(expected.unique()) > 0.99 * expected.numel()
+        and 0 <= expected.min()
+        and expected.max() < 1
+    )
     assert abs(expected.mean() - 0.5) < 0.05
 
 
@@ -497,7 +658,9 @@ def test_transcript_brackets_exactly_the_trained_tokens(monkeypatch):
     """Catches a boundary that moved (field report 13): a harness token inside, a sampled token outside."""
     scripts = [[READ, "<call> read test submit edit edit", RIGHT, SUBMIT], [TEST, SUBMIT]]
     batch, envs = play_script(monkeypatch, scripts, [TASK_0, TASK_0])
-    assert grpo.transcript(WORDS, batch, 0) == f"""{TASK_0.issue}
+    assert (
+        grpo.transcript(WORDS, batch, 0)
+        == f"""{TASK_0.issue}
 ⟦<call> read </call>⟧
 <result>def clamp(value, lower, upper):
     return min(lower, max(value, upper))
@@ -508,10 +671,13 @@ def test_transcript_brackets_exactly_the_trained_tokens(monkeypatch):
 <result>edited with swap_minmax</result>
 ⟦<call> submit </call>⟧
 return 1, success True, end: submitted"""
+    )
     for row, env in enumerate(envs):
         text = grpo.transcript(WORDS, batch, row)
         assert [part.split("⟧")[0] for part in text.split("⟦")[1:]] == env.actions
-    batch, _ = play_script(monkeypatch, [[TEST]], [TASK_0], context_length=len(encode(TASK_0.issue)) + 5)
+    batch, _ = play_script(
+        monkeypatch, [[TEST]], [TASK_0], context_length=len(encode(TASK_0.issue)) + 5
+    )
     cut = "⟦<call> test </call>⟧\n<result>FAIL\nreturn 0, success False, end: context_limit"
     assert grpo.transcript(WORDS, batch, 0).endswith(cut)
 
@@ -520,12 +686,27 @@ return 1, success True, end: submitted"""
 def test_evaluation_never_touches_training(env_class):
     """Catches an evaluation that draws from the global generators, trains, or gives another answer the second time."""
     model, tokenizer = random_model(env_class), TOKENIZERS[env_class]
-    options = dict(max_turns=2, num_bugs=1, reward="hidden", tool_cost=0.0, process_reward=0.0, malformed="error")
+    options = dict(
+        max_turns=2,
+        num_bugs=1,
+        reward="hidden",
+        tool_cost=0.0,
+        process_reward=0.0,
+        malformed="error",
+    )
     weights, training = copy.deepcopy(model.state_dict()), model.training
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
-    args, tasks = (model, tokenizer, env_class, options), [env_class.task("dev", i) for i in range(6)]
-    results = [grpo.evaluate(*args, split="dev", num_tasks=16, context_length=40)[0] for _ in range(2)]
-    plays = [grpo.play(*args, tasks, temperature=1, seed=seed, context_length=40)[0] for seed in (5, 5, 6)]
+    args, tasks = (
+        (model, tokenizer, env_class, options),
+        [env_class.task("dev", i) for i in range(6)],
+    )
+    results = [
+        grpo.evaluate(*args, split="dev", num_tasks=16, context_length=40)[0] for _ in range(2)
+    ]
+    plays = [
+        grpo.play(*args, tasks, temperature=1, seed=seed, context_length=40)[0]
+        for seed in (5, 5, 6)
+    ]
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[2]
     assert (np.random.get_state()[1] == states[1]).all()
     assert model.training == training and all(p.grad is None for p in model.parameters())
@@ -543,12 +724,29 @@ def test_evaluation_reports_hidden_success_whatever_the_reward(monkeypatch):
 
     monkeypatch.setattr(grpo, "sample_tokens", sampler)
     places = (torch.arange(12) + 0.5) / 12
-    monkeypatch.setattr(grpo, "draw_uniforms", lambda seed, i, rows, columns: places.expand(rows, columns))
-    options = dict(max_turns=2, num_bugs=1, reward="public", tool_cost=0.0, process_reward=0.0, malformed="error")
+    monkeypatch.setattr(
+        grpo, "draw_uniforms", lambda seed, i, rows, columns: places.expand(rows, columns)
+    )
+    options = dict(
+        max_turns=2,
+        num_bugs=1,
+        reward="public",
+        tool_cost=0.0,
+        process_reward=0.0,
+        malformed="error",
+    )
     metrics, _ = grpo.evaluate(random_model(), WORDS, BugFixEnv, options, split="dev", num_tasks=16,
                                context_length=1200)  # fmt: skip
-    assert metrics["eval/success_rate"] == metrics["eval/pass@8"] == metrics["eval/unseen_pairs_success_rate"] == 0.0
-    assert metrics["eval/hack_rate"] == metrics["eval/episodic_return"] == 1.0 and metrics["eval/tool_calls"] == 0.0
+    assert (
+        metrics["eval/success_rate"]
+        == metrics["eval/pass@8"]
+        == metrics["eval/unseen_pairs_success_rate"]
+        == 0.0
+    )
+    assert (
+        metrics["eval/hack_rate"] == metrics["eval/episodic_return"] == 1.0
+        and metrics["eval/tool_calls"] == 0.0
+    )
 
 
 @pytest.mark.parametrize("cut_turn", [1, 6], ids=["early", "at the turn limit"])
@@ -562,16 +760,31 @@ def test_an_environment_may_truncate(monkeypatch, terminated, cut_turn):
             observation, reward, done, _, info = super().step(action)
             if self.turn < cut_turn or self.task is not cut_task:
                 return observation, reward, done, False, info
-            return observation, reward, terminated, True, info | {"end": "cut", "success": False, "hacked": False}
+            return (
+                observation,
+                reward,
+                terminated,
+                True,
+                info | {"end": "cut", "success": False, "hacked": False},
+            )
 
     model, cut_task = random_model(), grpo.bugfix_task("train", 0)
-    batch, _ = play_script(monkeypatch, [[READ] * 7, [SUBMIT]], [cut_task, TASK_0], env_class=CutEnv, model=model)
-    assert batch.truncated.tolist() == [not terminated, False] and batch.terminated.tolist() == [terminated, True]
+    batch, _ = play_script(
+        monkeypatch, [[READ] * 7, [SUBMIT]], [cut_task, TASK_0], env_class=CutEnv, model=model
+    )
+    assert batch.truncated.tolist() == [not terminated, False] and batch.terminated.tolist() == [
+        terminated,
+        True,
+    ]
     info, length = batch.infos[0], int(batch.lengths[0])
-    assert info["end"] == "cut" and info["turns"] == cut_turn and info["truncated"] == (not terminated)
+    assert (
+        info["end"] == "cut" and info["turns"] == cut_turn and info["truncated"] == (not terminated)
+    )
     text = WORDS.decode(batch.tokens[0, :length].tolist())
     assert text.count("<call> read </call>") == cut_turn
-    assert text.count("<result>") == cut_turn - terminated and text.endswith("</call>" if terminated else "</result>")
+    assert text.count("<result>") == cut_turn - terminated and text.endswith(
+        "</call>" if terminated else "</result>"
+    )
 
 
 def test_whole_rewards_are_floats():

@@ -142,7 +142,9 @@ def same(a, b):
     return a == b
 
 
-def on_training_rollouts(monkeypatch, script, *, before=lambda n, model, envs: None, after=lambda n, batch: None):
+def on_training_rollouts(
+    monkeypatch, script, *, before=lambda n, model, envs: None, after=lambda n, batch: None
+):
     """Calls back around the n-th rollout of the training loop, n = 1, 2, ...; those of evaluations pass unseen."""
     rollout, count = script.rollout, 0
 
@@ -203,10 +205,18 @@ def test_same_seed_same_run(script, tmp_path):
     b, b_state = run(script, tmp_path / "b", eval_every=1)
     assert without_times(a) == without_times(b) and same(a_state["model"], b_state["model"])
     rare, rare_state = run(script, tmp_path / "rare", eval_every=1000)
-    assert without_times(rare, ["eval/"]) == without_times(a, ["eval/"]) and same(a_state["model"], rare_state["model"])
-    assert "eval/success_rate" in a[1] and "eval/success_rate" not in rare[1] and "eval/success_rate" in rare[-1]
+    assert without_times(rare, ["eval/"]) == without_times(a, ["eval/"]) and same(
+        a_state["model"], rare_state["model"]
+    )
+    assert (
+        "eval/success_rate" in a[1]
+        and "eval/success_rate" not in rare[1]
+        and "eval/success_rate" in rare[-1]
+    )
     other, other_state = run(script, tmp_path / "other", seed=2)
-    assert other[1]["losses/entropy"] != a[1]["losses/entropy"] and not same(a_state["model"], other_state["model"])
+    assert other[1]["losses/entropy"] != a[1]["losses/entropy"] and not same(
+        a_state["model"], other_state["model"]
+    )
 
 
 def test_micro_batch_size_does_not_change_training(script, start, tmp_path, monkeypatch):
@@ -218,7 +228,9 @@ def test_micro_batch_size_does_not_change_training(script, start, tmp_path, monk
     split, split_state = run(script, tmp_path / "split", micro_batch_size=3, **flags)
     assert torch.equal(tokens[0], tokens[2])  # iteration 1 of both runs
     for key in [key for key in whole[1] if key.startswith("losses/")]:
-        assert [line[key] for line in split[1:]] == pytest.approx([line[key] for line in whole[1:]], abs=1e-4), key
+        assert [line[key] for line in split[1:]] == pytest.approx(
+            [line[key] for line in whole[1:]], abs=1e-4
+        ), key
     for name, value in whole_state["model"].items():
         torch.testing.assert_close(split_state["model"][name], value, atol=1e-4, rtol=0)
 
@@ -247,9 +259,18 @@ def test_a_killed_run_resumes_to_the_same_end(script, flags, tmp_path, monkeypat
     b, b_state = run(script, tmp_path / "b", resume=run_dir / "checkpoint.pt", **flags)
     assert [line["iteration"] for line in b] == [0, 1, 2, 3, 4]
     assert without_times(a) == without_times(b)
-    for key in ("model", "optimizer", "reference", "totals", "iteration", *["value_head"] * (script.__name__ == "ppo")):
+    for key in (
+        "model",
+        "optimizer",
+        "reference",
+        "totals",
+        "iteration",
+        *["value_head"] * (script.__name__ == "ppo"),
+    ):
         assert same(a_state[key], b_state[key]), key
-    assert any(line["losses/grad_norm"] > 0 for line in a[1:])  # otherwise this test compares nothing
+    assert any(
+        line["losses/grad_norm"] > 0 for line in a[1:]
+    )  # otherwise this test compares nothing
 
 
 def test_resume_refuses_what_does_not_fit(script, start, tmp_path, capsys):
@@ -284,7 +305,9 @@ def test_resume_away_from_its_folder(script, tmp_path, capsys):
     run(script, tmp_path / "runs", num_iterations=1)
     (tmp_path / "alone").mkdir()
     shutil.copy(folder(tmp_path / "runs") / "checkpoint.pt", tmp_path / "alone")
-    args = make_args(script, tmp_path / "runs", num_iterations=1, resume=tmp_path / "alone" / "checkpoint.pt")
+    args = make_args(
+        script, tmp_path / "runs", num_iterations=1, resume=tmp_path / "alone" / "checkpoint.pt"
+    )
     error = refused(script, capsys, args)
     assert "--resume" in error and "metrics.jsonl" in error
 
@@ -297,22 +320,31 @@ def test_a_run_begun_with_init_from_resumes(script, start, tmp_path, capsys):
     state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
     torch.save(state | {"iteration": 1}, run_dir / "checkpoint.pt")
     for given in (None, start):
-        flags = dict(resume=run_dir / "checkpoint.pt", init_from=given, num_iterations=2, save_every=1)
+        flags = dict(
+            resume=run_dir / "checkpoint.pt", init_from=given, num_iterations=2, save_every=1
+        )
         again, state = run(script, tmp_path, **flags)
         assert [line["iteration"] for line in again] == [line["iteration"] for line in lines]
         assert state["args"]["init_from"] == str(start)
-    assert "--init-from" in refused(script, capsys, make_args(script, tmp_path, **flags | {"init_from": tmp_path}))
+    assert "--init-from" in refused(
+        script, capsys, make_args(script, tmp_path, **flags | {"init_from": tmp_path})
+    )
 
 
 def test_init_from_begins_with_those_weights(script, start, tmp_path, monkeypatch):
     """Catches a warm start on top of --init-from, and weights that are not loaded."""
     seen = []
-    on_training_rollouts(monkeypatch, script, before=lambda n, model, envs: seen.append(deepcopy(model.state_dict())))
+    on_training_rollouts(
+        monkeypatch, script, before=lambda n, model, envs: seen.append(deepcopy(model.state_dict()))
+    )
     metrics, _ = run(script, tmp_path, init_from=start, num_iterations=1)
     saved = torch.load(start, weights_only=True)["model"]
     assert all(torch.equal(seen[0][key], value) for key, value in saved.items())
     warm = {key for key in metrics[0] if key.startswith("warm_start/")}
-    assert warm == set(OWN_START_KEYS.get(script.__name__, [])) and metrics[0]["start/success_rate"] > 0.1
+    assert (
+        warm == set(OWN_START_KEYS.get(script.__name__, []))
+        and metrics[0]["start/success_rate"] > 0.1
+    )
 
 
 def test_checkpoints_are_written_atomically(script, tmp_path, monkeypatch):
@@ -385,12 +417,18 @@ def test_bad_flags_are_refused(script, flags, tmp_path, capsys):
     error = refused(
         script,
         capsys,
-        make_args(script, tmp_path / "runs", **({"num_groups": 2} if "num_minibatches" in flags else {}) | flags),
+        make_args(
+            script,
+            tmp_path / "runs",
+            **({"num_groups": 2} if "num_minibatches" in flags else {}) | flags,
+        ),
     )
     names = [f"--{name.replace('_', '-')}" for name in flags if name != "env_id"]
     assert all(name in error for name in names) and len(error) < 250, error
     if "num_minibatches" in flags and flags["num_minibatches"] == 5:
-        assert all(name in error for name in ("--num-groups", "--group-size", " 8", "--num-minibatches 1"))
+        assert all(
+            name in error for name in ("--num-groups", "--group-size", " 8", "--num-minibatches 1")
+        )
     assert not (tmp_path / "runs").exists()
 
 
@@ -461,7 +499,13 @@ def test_no_cuda_call_on_the_cpu(script, start, tmp_path, monkeypatch):
     def forbidden(*_args, **_kwargs):
         raise AssertionError("a CUDA call")
 
-    for name in ("_lazy_init", "get_device_properties", "get_device_capability", "synchronize", "is_available"):
+    for name in (
+        "_lazy_init",
+        "get_device_properties",
+        "get_device_capability",
+        "synchronize",
+        "is_available",
+    ):
         monkeypatch.setattr(torch.cuda, name, forbidden)
     run(script, tmp_path, init_from=start, num_iterations=1)
 
@@ -495,7 +539,8 @@ def commands():
                 found.append((path.name, name, re.sub(r"\$\{?\w+\}?", "1", rest)))
         if path.stem in SCRIPTS:
             found += [
-                (path.name, path.stem, flags) for flags in re.findall(r"^ {4}\w.*? {2,}(--\w[^#\n]*)$", text, re.M)
+                (path.name, path.stem, flags)
+                for flags in re.findall(r"^ {4}\w.*? {2,}(--\w[^#\n]*)$", text, re.M)
             ]
     return found
 
@@ -583,7 +628,12 @@ def test_the_tracker_gets_project_entity_and_flags(script, tmp_path, monkeypatch
     monkeypatch.delenv("WANDB_MODE", raising=False)
     args = make_args(script, tmp_path, track=True, wandb_project_name="mine", wandb_entity="team")
     script.start_tracking(args, "a run")
-    assert (given["project"], given["entity"], given["name"], given["mode"]) == ("mine", "team", "a run", "offline")
+    assert (given["project"], given["entity"], given["name"], given["mode"]) == (
+        "mine",
+        "team",
+        "a run",
+        "offline",
+    )
     assert given["config"]["num_groups"] == 4
 
 
@@ -619,7 +669,11 @@ def test_the_kl_penalty_fades(script, start, tmp_path, monkeypatch, anneal, expe
 def test_a_nan_gradient_stops_the_run(script, start, tmp_path, monkeypatch):
     """Catches a run that goes on with NaN weights for hours, and one that saves them (#52)."""
     compute_loss, states = script.compute_loss, []
-    on_training_rollouts(monkeypatch, script, before=lambda n, model, envs: states.append(deepcopy(model.state_dict())))
+    on_training_rollouts(
+        monkeypatch,
+        script,
+        before=lambda n, model, envs: states.append(deepcopy(model.state_dict())),
+    )
 
     def planted(*args, **kwargs):
         loss, metrics = compute_loss(*args, **kwargs)
@@ -627,12 +681,18 @@ def test_a_nan_gradient_stops_the_run(script, start, tmp_path, monkeypatch):
 
     monkeypatch.setattr(script, "compute_loss", planted)
     with pytest.raises(SystemExit) as stop:
-        script.train(make_args(script, tmp_path, init_from=start, num_iterations=4, num_groups=8, save_every=1))
+        script.train(
+            make_args(
+                script, tmp_path, init_from=start, num_iterations=4, num_groups=8, save_every=1
+            )
+        )
     error = stop.value.code  # printed by the interpreter, which then exits with 1
     assert error.startswith("error: ") and "iteration 2" in error and "\n" not in error
     assert [line["iteration"] for line in read_metrics(folder(tmp_path))] == [0, 1]
     saved = load(folder(tmp_path))
-    assert same(saved["model"], states[1]) and all(value.isfinite().all() for value in saved["model"].values())
+    assert same(saved["model"], states[1]) and all(
+        value.isfinite().all() for value in saved["model"].values()
+    )
     assert saved["iteration"] == 1
 
 
@@ -647,7 +707,11 @@ def test_a_policy_of_nan_stops_the_run(script, start, tmp_path, monkeypatch):
     args = make_args(script, tmp_path, init_from=start, num_iterations=3, save_every=1, kl_coef=0.0)
     with pytest.raises(SystemExit) as stop:
         script.train(args)
-    assert "error: " in str(stop.value.code) and "iteration 2" in stop.value.code and "nan" in stop.value.code
+    assert (
+        "error: " in str(stop.value.code)
+        and "iteration 2" in stop.value.code
+        and "nan" in stop.value.code
+    )
     assert [line["iteration"] for line in read_metrics(folder(tmp_path))] == [0, 1]
 
 
@@ -661,7 +725,13 @@ def test_weights_of_nan_are_not_saved(script, tmp_path):
 
 @pytest.mark.parametrize(
     "flags",
-    [dict(seed=-1), dict(n_layers=0), dict(d_model=6), dict(warm_start_learning_rate=math.nan), dict(output=ROOT)],
+    [
+        dict(seed=-1),
+        dict(n_layers=0),
+        dict(d_model=6),
+        dict(warm_start_learning_rate=math.nan),
+        dict(output=ROOT),
+    ],
     ids=str,
 )
 def test_tinyagent_refuses_bad_flags(flags, capsys):
@@ -677,7 +747,9 @@ def test_tinyagent_refuses_bad_flags(flags, capsys):
 def test_a_reward_that_is_no_number_is_named(script, reward, start, tmp_path, monkeypatch):
     """Catches a NaN that spreads through the group into every weight while the run "succeeds" (#67)."""
     on_training_rollouts(
-        monkeypatch, script, before=lambda n, model, envs: with_reward(envs[3], lambda terminated: reward)
+        monkeypatch,
+        script,
+        before=lambda n, model, envs: with_reward(envs[3], lambda terminated: reward),
     )
     with pytest.raises(ValueError, match=rf"episode 3\b.*turn 0.*reward is {reward}"):
         run(script, tmp_path, init_from=start)
@@ -689,7 +761,9 @@ def test_an_environment_that_raises_stops_the_run(script, start, tmp_path, monke
     def broken(action):
         raise OSError("sandbox is gone")
 
-    on_training_rollouts(monkeypatch, script, before=lambda n, model, envs: setattr(envs[3], "step", broken))
+    on_training_rollouts(
+        monkeypatch, script, before=lambda n, model, envs: setattr(envs[3], "step", broken)
+    )
     with pytest.raises(OSError, match="sandbox is gone"):
         run(script, tmp_path, init_from=start)
 
@@ -709,21 +783,33 @@ def test_constant_groups_leave_the_weights_alone(script, start, tmp_path, monkey
 
     on_training_rollouts(monkeypatch, script, before=before)
     flags = dict(num_iterations=3, num_groups=8, kl_coef=0.0)
-    flags |= {"step_gamma": 1.0} if hasattr(script.Args, "step_gamma") else {}  # a discount tells early from late turns
+    flags |= (
+        {"step_gamma": 1.0} if hasattr(script.Args, "step_gamma") else {}
+    )  # a discount tells early from late turns
     metrics, state = run(script, tmp_path, init_from=start, **flags)
     assert not same(states[0], states[1])
     assert same(states[1], states[2]) and same(states[2], state["model"])
     assert capsys.readouterr().out.count("warning: every group is constant") == 2
     for line in metrics[2:]:
-        assert line["losses/grad_norm"] == line["losses/policy_loss"] == line["losses/advantage_std"] == 0
-        assert line.get("charts/frac_zero_std_groups", 1) == 1 and line["charts/episodic_return"] == pytest.approx(0.7)
+        assert (
+            line["losses/grad_norm"]
+            == line["losses/policy_loss"]
+            == line["losses/advantage_std"]
+            == 0
+        )
+        assert line.get("charts/frac_zero_std_groups", 1) == 1 and line[
+            "charts/episodic_return"
+        ] == pytest.approx(0.7)
 
 
 def test_a_context_too_short_is_told(script, start, tmp_path, capsys):
     """Catches a run that does nothing because every episode is cut before its answer, without a word (#46)."""
     metrics, state = run(script, tmp_path, init_from=start, context_length=3)
     assert capsys.readouterr().out.count("warning: every episode was cut") == 2
-    assert all(line["charts/truncation_rate"] == 1 and line["charts/success_rate"] == 0 for line in metrics[1:])
+    assert all(
+        line["charts/truncation_rate"] == 1 and line["charts/success_rate"] == 0
+        for line in metrics[1:]
+    )
     assert all(math.isfinite(value) for line in metrics for value in line.values())
 
 
@@ -753,7 +839,11 @@ def test_bugfix_metric_keys(script, tmp_path):
     assert set(metrics[0]) == {*START_KEYS, *OWN_START_KEYS.get(script.__name__, [])}
     for line in metrics[1:]:
         assert set(line) == {*COMMON_KEYS, *OWN_KEYS[script.__name__]}
-    assert all(isinstance(value, (int, float)) and math.isfinite(value) for line in metrics for value in line.values())
+    assert all(
+        isinstance(value, (int, float)) and math.isfinite(value)
+        for line in metrics
+        for value in line.values()
+    )
     assert [line["iteration"] for line in metrics] == [0, 1, 2]
 
 
@@ -761,18 +851,27 @@ def test_ref_kl_is_logged_where_it_is_used(script, start, tmp_path):
     """Catches a KL to a reference that moves with the policy: it is 0 before the first step, positive later."""
     flags = dict(kl_coef=0.1, learning_rate=1e-2, num_groups=8) | minibatches(script, 1)
     metrics, _ = run(script, tmp_path, init_from=start, **flags)
-    assert metrics[1]["losses/ref_kl"] == pytest.approx(0, abs=1e-6) and metrics[2]["losses/ref_kl"] > 1e-4
+    assert (
+        metrics[1]["losses/ref_kl"] == pytest.approx(0, abs=1e-6)
+        and metrics[2]["losses/ref_kl"] > 1e-4
+    )
 
 
 @pytest.mark.parametrize("mask_observations", [True, False])
 def test_before_the_first_step_the_ratio_is_one(script, start, mask_observations, tmp_path):
     """#17, #18: catches a loss that scores at another temperature, position or mask than was sampled at, or a reference
     that does; observations without their log pi_old; and a batch that gives no gradient would hide it."""
-    flags = dict(num_iterations=1, temperature=0.7, num_groups=8, mask_observations=mask_observations)
+    flags = dict(
+        num_iterations=1, temperature=0.7, num_groups=8, mask_observations=mask_observations
+    )
     flags |= minibatches(script, 1)
     _, line = run(script, tmp_path, init_from=start, **flags)[0]
     assert abs(line["losses/old_approx_kl"]) < 1e-5 and abs(line["losses/approx_kl"]) < 1e-8
-    assert line["losses/ref_kl"] < 1e-8 and line.get("losses/clipfrac", 0) == 0 and line["losses/grad_norm"] > 0
+    assert (
+        line["losses/ref_kl"] < 1e-8
+        and line.get("losses/clipfrac", 0) == 0
+        and line["losses/grad_norm"] > 0
+    )
 
 
 def test_logged_losses_are_means_over_the_sampled_tokens(script, start, tmp_path, monkeypatch):
@@ -790,7 +889,9 @@ def test_logged_losses_are_means_over_the_sampled_tokens(script, start, tmp_path
     _, line = run(script, tmp_path, init_from=start, **flags)[0]
     for key in sums[0]:
         count = 1 if key == "losses/policy_loss" else int(batches[0].loss_mask.sum())
-        assert line[key] == pytest.approx(sum(part[key].item() for part in sums) / count, rel=1e-5, abs=1e-7), key
+        assert line[key] == pytest.approx(
+            sum(part[key].item() for part in sums) / count, rel=1e-5, abs=1e-7
+        ), key
     assert len(sums) == 4 and line["losses/entropy"] > 0
 
 
@@ -808,7 +909,9 @@ def test_weights_count_sampled_tokens(script, loss_agg, start, tmp_path, monkeyp
     monkeypatch.setattr(script, "compute_loss", spy)
     flags = dict(num_iterations=1, micro_batch_size=5, num_minibatches=1, loss_agg=loss_agg)
     run(script, tmp_path, init_from=start, **flags)
-    total = sum(mask.sum().item() for mask in masks) / (16 * 10) if loss_agg == "constant" else 1  # 5 turns of 2 tokens
+    total = (
+        sum(mask.sum().item() for mask in masks) / (16 * 10) if loss_agg == "constant" else 1
+    )  # 5 turns of 2 tokens
     assert sum(part.sum().item() for part in weights) == pytest.approx(total) and len(weights) == 4
     assert all((part[mask == 0] == 0).all() for part, mask in zip(weights, masks))
 
@@ -820,23 +923,35 @@ def test_counters_add_up(script, start, tmp_path, monkeypatch):
     metrics, _ = run(script, tmp_path, init_from=start, num_iterations=3, context_length=6)
     turns = tokens = 0
     for n, (line, batch) in enumerate(zip(metrics[1:], batches, strict=True), 1):
-        here = sum(len(set(ids[mask > 0].tolist())) for ids, mask in zip(batch.turn_ids, batch.loss_mask))
+        here = sum(
+            len(set(ids[mask > 0].tolist())) for ids, mask in zip(batch.turn_ids, batch.loss_mask)
+        )
         turns, tokens = turns + here, tokens + int((batch.loss_mask > 0).sum())
-        assert (line["global_step"], line["charts/total_tokens"], line["charts/total_episodes"]) == (
+        assert (
+            line["global_step"],
+            line["charts/total_tokens"],
+            line["charts/total_episodes"],
+        ) == (
             turns,
             tokens,
             16 * n,
         )
         assert line["charts/episodic_length"] == here / 16
         assert line["charts/tokens_per_episode"] == (batch.loss_mask > 0).sum() / 16
-        assert line["charts/episodic_return"] == pytest.approx(batch.rewards.sum().item() / 16, abs=1e-6)
+        assert line["charts/episodic_return"] == pytest.approx(
+            batch.rewards.sum().item() / 16, abs=1e-6
+        )
         assert line["charts/truncation_rate"] == batch.truncated.float().mean()
-        assert line["charts/learning_rate"] == pytest.approx(script.Args.learning_rate * (4 - n) / 3)
+        assert line["charts/learning_rate"] == pytest.approx(
+            script.Args.learning_rate * (4 - n) / 3
+        )
 
 
 def test_one_rare_tool_leaves_the_log_finite(script, tmp_path):
     """Catches the mean over no token, NaN, for a tool that the last warm-start batches never call."""
-    metrics, _ = run(script, tmp_path, warm_start_steps=10, warm_start_batch_size=1, num_iterations=1, seed=7)
+    metrics, _ = run(
+        script, tmp_path, warm_start_steps=10, warm_start_batch_size=1, num_iterations=1, seed=7
+    )
     assert all(math.isfinite(value) for line in metrics for value in line.values())
 
 
@@ -847,7 +962,11 @@ def test_zero_iterations_stop_after_the_warm_start(script, tmp_path, capsys):
     """Catches a division by zero in the schedule, and a run that leaves nothing."""
     script.train(make_args(script, tmp_path, num_iterations=0))
     (line,) = read_metrics(folder(tmp_path))
-    assert line["iteration"] == 0 and line["warm_start/episodes"] == 160 and "eval/success_rate" in line
+    assert (
+        line["iteration"] == 0
+        and line["warm_start/episodes"] == 160
+        and "eval/success_rate" in line
+    )
     assert json.loads((folder(tmp_path) / "args.json").read_text())["num_iterations"] == 0
     assert "done in" in capsys.readouterr().out
 
@@ -891,14 +1010,22 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("flags", CHANGES, ids=lambda flags: "-".join(f"{key}={value}" for key, value in flags.items()))
+@pytest.mark.parametrize(
+    "flags", CHANGES, ids=lambda flags: "-".join(f"{key}={value}" for key, value in flags.items())
+)
 def test_each_flag_changes_the_result(script, flags, start, plain_runs, tmp_path, tmp_path_factory):
     """Catches a flag that is parsed and never used. (max_turns 3, so that some episodes run out of turns.)"""
-    base = dict(init_from=start, num_iterations=2, num_groups=8, max_turns=3, learning_rate=2e-2)  # a KL needs a step
+    base = dict(
+        init_from=start, num_iterations=2, num_groups=8, max_turns=3, learning_rate=2e-2
+    )  # a KL needs a step
     base |= minibatches(script, 2)
-    base |= {"update_epochs": 2} if hasattr(script.Args, "update_epochs") else {}  # so that ratios leave their bounds
+    base |= (
+        {"update_epochs": 2} if hasattr(script.Args, "update_epochs") else {}
+    )  # so that ratios leave their bounds
     args = make_args(script, tmp_path, **base | flags)
-    if all(getattr(args, name) == getattr(script.Args, name) and name not in base for name in flags):
+    if all(
+        getattr(args, name) == getattr(script.Args, name) and name not in base for name in flags
+    ):
         pytest.skip("the default")
     if script not in plain_runs:
         plain_runs[script] = run(script, tmp_path_factory.mktemp("plain"), **base)
@@ -912,14 +1039,22 @@ def test_warm_start_observations_change_the_warm_start(script, tmp_path):
     losses = []
     for on in (True, False):
         script.train(
-            make_args(script, tmp_path / str(on), num_iterations=0, warm_start_steps=40, warm_start_observations=on)
+            make_args(
+                script,
+                tmp_path / str(on),
+                num_iterations=0,
+                warm_start_steps=40,
+                warm_start_observations=on,
+            )
         )
         losses.append(read_metrics(folder(tmp_path / str(on)))[0]["warm_start/loss_call"])
     assert losses[0] < losses[1] - 0.3
 
 
 @pytest.mark.parametrize("reward, num_bugs", [("public", 2), ("partial", 1), ("similarity", 1)])
-def test_reward_kinds_and_two_bugs_reach_the_environment(script, reward, num_bugs, tmp_path, monkeypatch):
+def test_reward_kinds_and_two_bugs_reach_the_environment(
+    script, reward, num_bugs, tmp_path, monkeypatch
+):
     """Catches --reward or --num-bugs that stop on the way to the environment, and a turn limit that does not grow."""
     seen = []
     on_training_rollouts(
@@ -930,9 +1065,17 @@ def test_reward_kinds_and_two_bugs_reach_the_environment(script, reward, num_bug
     )
     batches = []
     metrics, _ = run(
-        script, tmp_path, env_id="bugfix", reward=reward, num_bugs=num_bugs, num_iterations=1, warm_start_steps=10
+        script,
+        tmp_path,
+        env_id="bugfix",
+        reward=reward,
+        num_bugs=num_bugs,
+        num_iterations=1,
+        warm_start_steps=10,
     )
-    assert {env.reward for env in seen} == {reward} and {env.max_turns for env in seen} == {6 if num_bugs == 1 else 8}
+    assert {env.reward for env in seen} == {reward} and {env.max_turns for env in seen} == {
+        6 if num_bugs == 1 else 8
+    }
     assert batches[0].rewards.shape[1] == (6 if num_bugs == 1 else 8)
     assert {info["pair"].count("+") for info in batches[0].infos} == {num_bugs - 1}
     assert all(math.isfinite(value) for value in metrics[-1].values())
@@ -942,7 +1085,9 @@ def test_tool_cost_warms_up(script, start, tmp_path, monkeypatch):
     """Catches a tool cost that is full from the start (a policy then drops the tool), or never gets there."""
     costs = []
     on_training_rollouts(
-        monkeypatch, script, before=lambda n, model, envs: costs.append({env.tool_cost for env in envs})
+        monkeypatch,
+        script,
+        before=lambda n, model, envs: costs.append({env.tool_cost for env in envs}),
     )
     run(script, tmp_path, init_from=start, tool_cost=0.4, tool_cost_warmup=4, num_iterations=5)
     assert [min(cost) for cost in costs] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4]) and all(
@@ -1030,11 +1175,20 @@ def test_it_learns(script, tmp_path):
 
 def test_the_readme_environment_trains(tmp_path, monkeypatch):
     """Catches an interface that the README's example of a new environment no longer fits."""
-    code = re.search(r"```python\n(class EchoEnv.*?)\n\n\nENVS", (ROOT / "README.md").read_text(), re.S)[1]
+    code = re.search(
+        r"```python\n(class EchoEnv.*?)\n\n\nENVS", (ROOT / "README.md").read_text(), re.S
+    )[1]
     namespace = {}
     exec(code, namespace)
     grpo = importlib.import_module("grpo")
     monkeypatch.setitem(grpo.ENVS, "echo", namespace["EchoEnv"])
-    args = dict(env_id="echo", num_iterations=8, warm_start_steps=30, num_groups=8, eval_tasks=16, runs_dir=tmp_path)
+    args = dict(
+        env_id="echo",
+        num_iterations=8,
+        warm_start_steps=30,
+        num_groups=8,
+        eval_tasks=16,
+        runs_dir=tmp_path,
+    )
     grpo.train(grpo.Args(**args))
     assert read_metrics(folder(tmp_path))[-1]["eval/success_rate"] == 1

@@ -55,7 +55,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 KILLS = int(os.environ.get("SURVIVAL_KILLS", 2))
 KILLED = os.environ.get("SURVIVAL_SCRIPTS", "grpo").split(",")
 COMBINATIONS = int(os.environ.get("SURVIVAL_COMBINATIONS", 3))
-slow = pytest.mark.skipif("SURVIVAL_SLOW" not in os.environ, reason="takes a minute: SURVIVAL_SLOW=1")
+slow = pytest.mark.skipif(
+    "SURVIVAL_SLOW" not in os.environ, reason="takes a minute: SURVIVAL_SLOW=1"
+)
 
 
 def to_argv(**flags):
@@ -63,7 +65,11 @@ def to_argv(**flags):
     argv = []
     for name, value in flags.items():
         name = name.replace("_", "-")
-        argv += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+        argv += (
+            [f"--{'' if value else 'no-'}{name}"]
+            if isinstance(value, bool)
+            else [f"--{name}", str(value)]
+        )
     return argv
 
 
@@ -104,7 +110,9 @@ class Killer:
 
     def start(self, *argv):
         self.begin, threads = time.time(), torch.get_num_threads()
-        self.process = process(self.output, execute, *self.command, *map(str, argv), threads=threads)
+        self.process = process(
+            self.output, execute, *self.command, *map(str, argv), threads=threads
+        )
 
     def wait_until(self, condition, every):
         while not condition():
@@ -113,7 +121,11 @@ class Killer:
             time.sleep(every)
 
     def iteration(self):
-        lines = [line for path in self.runs_dir.glob("*/metrics.jsonl") for line in path.read_text().splitlines()]
+        lines = [
+            line
+            for path in self.runs_dir.glob("*/metrics.jsonl")
+            for line in path.read_text().splitlines()
+        ]
         return len(lines) - 1 if list(self.runs_dir.glob("*/checkpoint.pt")) else -1
 
     def kill(self, moment, iteration):
@@ -135,7 +147,14 @@ class Killer:
 def test_sigkill_at_any_moment(name, start, tmp_path):
     """Catches a kill that costs a line, doubles one, leaves no readable checkpoint or changes the result."""
     script = importlib.import_module(name)
-    flags = dict(env_id="number", num_groups=4, group_size=4, eval_tasks=16, num_iterations=4 * KILLS + 4, **SIZE)
+    flags = dict(
+        env_id="number",
+        num_groups=4,
+        group_size=4,
+        eval_tasks=16,
+        num_iterations=4 * KILLS + 4,
+        **SIZE,
+    )
     flags |= dict(learning_rate=5e-3, eval_every=3, save_every=2)
     a, a_state = run(script, tmp_path / "a", init_from=start, **flags)
     (tmp_path / "b").mkdir()
@@ -155,7 +174,14 @@ def test_sigkill_at_any_moment(name, start, tmp_path):
     b, b_state = read_metrics(run_dir), load(run_dir)
     assert [line["iteration"] for line in b] == list(range(4 * KILLS + 5))
     assert without_times(a) == without_times(b)
-    for key in ("model", "optimizer", "reference", "totals", "iteration", *["value_head"] * (name == "ppo")):
+    for key in (
+        "model",
+        "optimizer",
+        "reference",
+        "totals",
+        "iteration",
+        *["value_head"] * (name == "ppo"),
+    ):
         assert same(a_state[key], b_state[key]), key
     assert any(line["losses/grad_norm"] > 0 for line in a[1:])
     assert not (run_dir / "checkpoint.tmp").exists()
@@ -167,7 +193,9 @@ def test_a_kill_while_the_metrics_are_cut(script, tmp_path, monkeypatch):
     write_text = Path.write_text
 
     def killed(path, text, *args, **kwargs):
-        write_text(path, text[: len(text) // 2], *args, **kwargs)  # what a kill in the middle leaves
+        write_text(
+            path, text[: len(text) // 2], *args, **kwargs
+        )  # what a kill in the middle leaves
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, SystemExit)):
@@ -180,7 +208,9 @@ def test_a_kill_while_the_metrics_are_cut(script, tmp_path, monkeypatch):
 
 # ---- Several processes -------------------------------------------------------------------------------------------
 
-SHARED = dict(num_groups=6, group_size=2, micro_batch_size=3, ent_coef=0.01, kl_coef=0.1, learning_rate=5e-3)
+SHARED = dict(
+    num_groups=6, group_size=2, micro_batch_size=3, ent_coef=0.01, kl_coef=0.1, learning_rate=5e-3
+)
 SHARED |= dict(eval_tasks=8, eval_every=100)
 
 
@@ -205,11 +235,20 @@ def gradients(script, runs_dir, start):
 
 def worker(folder, start):
     """A process of the job: float64 gradients of all scripts, three iterations of GRPO, and a run in which it dies."""
-    rank, open_group, close_group = os.environ["RANK"], dist.init_process_group, dist.destroy_process_group
-    dist.init_process_group = lambda backend: dist.is_initialized() or open_group(backend)  # one group for all the runs
+    rank, open_group, close_group = (
+        os.environ["RANK"],
+        dist.init_process_group,
+        dist.destroy_process_group,
+    )
+    dist.init_process_group = lambda backend: (
+        dist.is_initialized() or open_group(backend)
+    )  # one group for all the runs
     dist.destroy_process_group = lambda: None
     for name in SCRIPTS:
-        torch.save(gradients(importlib.import_module(name), folder / name, start), folder / f"{name}-{rank}.pt")
+        torch.save(
+            gradients(importlib.import_module(name), folder / name, start),
+            folder / f"{name}-{rank}.pt",
+        )
     grpo = importlib.import_module("grpo")
     grpo.train(make_args(grpo, folder / "three", init_from=start, num_iterations=3, **SHARED))
 
@@ -249,7 +288,9 @@ def test_gradients_of_two_processes(name, two_processes, start, tmp_path):
     assert len(one) == (2 if name == "reinforce" else 4) and one[0][0].dtype == torch.float64
     assert all(grad.abs().max() > 0 for grad in one[0]) and same(two[0], two[1])
     for step in range(len(one)):
-        worst = max((a - b).abs().max().item() for a, b in zip(one[step], two[0][step], strict=True))
+        worst = max(
+            (a - b).abs().max().item() for a, b in zip(one[step], two[0][step], strict=True)
+        )
         assert worst < 1e-10, f"step {step}: {worst}"
 
 
@@ -257,7 +298,10 @@ def test_metrics_of_two_processes(two_processes, start, tmp_path):
     """Catches metrics of one process's episodes only, counted twice, or drifting apart over iterations."""
     grpo = importlib.import_module("grpo")
     one, one_state = run(grpo, tmp_path, init_from=start, num_iterations=3, **SHARED)
-    two, two_state = read_metrics(folder(two_processes[0] / "three")), load(folder(two_processes[0] / "three"))
+    two, two_state = (
+        read_metrics(folder(two_processes[0] / "three")),
+        load(folder(two_processes[0] / "three")),
+    )
     for a, b in zip(without_times(one), without_times(two), strict=True):
         assert a == pytest.approx(b, abs=1e-4)
     for name, value in one_state["model"].items():
@@ -270,8 +314,14 @@ def test_one_process_writes(two_processes):
     path, output = two_processes[0], (two_processes[0] / "output").read_text()
     for name in [*SCRIPTS, "three"]:
         run_dir = folder(path / name)
-        assert sorted(file.name for file in run_dir.iterdir()) == ["args.json", "checkpoint.pt", "metrics.jsonl"]
-        assert [line["iteration"] for line in read_metrics(run_dir)] == list(range(4 if name == "three" else 3))
+        assert sorted(file.name for file in run_dir.iterdir()) == [
+            "args.json",
+            "checkpoint.pt",
+            "metrics.jsonl",
+        ]
+        assert [line["iteration"] for line in read_metrics(run_dir)] == list(
+            range(4 if name == "three" else 3)
+        )
     assert output.count("done in") == len(SCRIPTS) + 1 and output.count("\n3/3 ") == 1
 
 
@@ -290,18 +340,34 @@ def test_groups_that_processes_cannot_share(script, tmp_path, monkeypatch, capsy
         monkeypatch.setenv("RANK", rank), monkeypatch.setenv("WORLD_SIZE", "2")
         assert cli(script, monkeypatch, *to_argv(env_id="number", num_groups=3, group_size=8)) == 2
         error = capsys.readouterr().err
-        assert error.startswith("error: --num-groups 3") and "2 processes" in error and error.count("\n") == 1
+        assert (
+            error.startswith("error: --num-groups 3")
+            and "2 processes" in error
+            and error.count("\n") == 1
+        )
     assert not list(tmp_path.iterdir())
 
 
 @slow
 def test_torchrun_refuses_groups_that_do_not_divide(tmp_path):
     """Catches a refusal that ends a single process and leaves the job hanging, or a job that ends with 0."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     argv = [ROOT / "grpo.py", *to_argv(env_id="number", num_groups=3, runs_dir=tmp_path / "runs")]
     done = subprocess.run(torchrun + argv, capture_output=True, text=True, timeout=120)
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: --num-groups 3")]
-    assert done.returncode != 0 and lines and set(lines) == {lines[0]} and not (tmp_path / "runs").exists()
+    assert (
+        done.returncode != 0
+        and lines
+        and set(lines) == {lines[0]}
+        and not (tmp_path / "runs").exists()
+    )
 
 
 # ---- Random flags ------------------------------------------------------------------------------------------------
@@ -364,7 +430,9 @@ def combination(script, number, start):
     flags["group_size"] = max(flags["group_size"], 1 if alone else 2)
     if hasattr(script.Args, "num_minibatches"):
         episodes = flags["num_groups"] * flags["group_size"]
-        flags["num_minibatches"] = rng.choice([n for n in (1, 2, 3, 4, episodes) if episodes % n == 0])
+        flags["num_minibatches"] = rng.choice(
+            [n for n in (1, 2, 3, 4, episodes) if episodes % n == 0]
+        )
     if rng.random() < 0.5:
         return flags | SIZE | {"init_from": start}
     size = rng.choice([dict(d_model=2, n_heads=1), dict(d_model=24, n_heads=3, n_layers=3)])
@@ -378,10 +446,17 @@ def test_random_flags(script, number, start, tmp_path):
     print(" ".join(to_argv(**flags)))
     for again in "ab":
         script.train(tyro.cli(script.Args, args=to_argv(**flags, runs_dir=tmp_path / again)))
-        ends.append((read_metrics(folder(tmp_path / again)), load(folder(tmp_path / again))["model"]))
+        ends.append(
+            (read_metrics(folder(tmp_path / again)), load(folder(tmp_path / again))["model"])
+        )
     (a, a_model), (b, b_model) = ends
     assert [line["iteration"] for line in a] == [0, 1, 2]
-    odd = {key for line in a for key, x in line.items() if type(x) not in (int, float) or not math.isfinite(x)}
+    odd = {
+        key
+        for line in a
+        for key, x in line.items()
+        if type(x) not in (int, float) or not math.isfinite(x)
+    }
     assert not odd and all(value.isfinite().all() for value in a_model.values())
     assert without_times(a) == without_times(b) and same(a_model, b_model)
     written = json.loads((folder(tmp_path / "a") / "args.json").read_text())
@@ -467,7 +542,9 @@ def checkpoints(tmp_path_factory, start):
     folders = {}
     for name in SCRIPTS:
         runs_dir = tmp_path_factory.mktemp(name)
-        run(importlib.import_module(name), runs_dir, init_from=start, num_iterations=1, group_size=2)
+        run(
+            importlib.import_module(name), runs_dir, init_from=start, num_iterations=1, group_size=2
+        )
         folders[name] = folder(runs_dir)
     return folders
 
@@ -491,11 +568,22 @@ def bad_files(good):
         "empty dict": {},
         "bare weights": state["model"],
         "other weights": {"model": {"x": torch.ones(3)}},
-        "weights of another width": {"model": {key: value[..., :1] for key, value in state["model"].items()}},
+        "weights of another width": {
+            "model": {key: value[..., :1] for key, value in state["model"].items()}
+        },
     }
 
 
-FILES = ["empty", "text", "json", "tenth", "half", "all but ten bytes", "pickle that runs a command", "a tensor"]
+FILES = [
+    "empty",
+    "text",
+    "json",
+    "tenth",
+    "half",
+    "all but ten bytes",
+    "pickle that runs a command",
+    "a tensor",
+]
 FILES += ["a zero", "a number", "a string", "None", "empty dict", "bare weights", "other weights"]
 FILES += ["weights of another width", "a directory", "a missing file"]
 
@@ -515,7 +603,14 @@ def test_files_that_are_no_checkpoint(kind, flag, checkpoints, tmp_path, capsys)
         path.write_bytes(content)
     elif kind != "a missing file":
         torch.save(content, path)
-    argv = to_argv(env_id="number", runs_dir=tmp_path / "runs", num_iterations=0, group_size=2, eval_tasks=8, **SIZE)
+    argv = to_argv(
+        env_id="number",
+        runs_dir=tmp_path / "runs",
+        num_iterations=0,
+        group_size=2,
+        eval_tasks=8,
+        **SIZE,
+    )
     capsys.readouterr()
     assert command(script, flag, path, *argv) == 2
     error = capsys.readouterr().err
@@ -529,9 +624,14 @@ PAIRS = [(a, b) for a in SCRIPTS for b in SCRIPTS if a != b]
 @pytest.mark.parametrize("wrote, resumes", PAIRS)
 def test_checkpoint_of_another_script(wrote, resumes, checkpoints, tmp_path, capsys):
     """Catches a run that goes on with another algorithm in the same metrics.jsonl, or a KeyError on its critic."""
-    script, run_dir = importlib.import_module(resumes), shutil.copytree(checkpoints[wrote], tmp_path / "run")
+    script, run_dir = (
+        importlib.import_module(resumes),
+        shutil.copytree(checkpoints[wrote], tmp_path / "run"),
+    )
     known, flags = script.Args.__dataclass_fields__, json.loads((run_dir / "args.json").read_text())
-    flags = {key: x for key, x in flags.items() if x is not None and key in known and key != "init_from"}
+    flags = {
+        key: x for key, x in flags.items() if x is not None and key in known and key != "init_from"
+    }
     before = (run_dir / "metrics.jsonl").read_bytes()
     capsys.readouterr()
     assert command(script, "--resume", run_dir / "checkpoint.pt", *to_argv(**flags)) == 2
@@ -555,13 +655,21 @@ def test_a_tracker_that_breaks(script, start, tmp_path, monkeypatch, capsys):
             raise TimeoutError("no answer")
 
     wandb = types.SimpleNamespace(
-        api=types.SimpleNamespace(api_key="key"), Settings=lambda **settings: settings, init=lambda **options: Run()
+        api=types.SimpleNamespace(api_key="key"),
+        Settings=lambda **settings: settings,
+        init=lambda **options: Run(),
     )
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    flags = dict(env_id="number", init_from=start, num_iterations=2, num_groups=4, group_size=2, eval_tasks=8)
+    flags = dict(
+        env_id="number", init_from=start, num_iterations=2, num_groups=4, group_size=2, eval_tasks=8
+    )
     assert cli(script, monkeypatch, "--track", *to_argv(**flags, runs_dir=tmp_path, **SIZE)) == 0
-    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: --track")]
-    assert any("ConnectionError" in line for line in warnings) and any("TimeoutError" in line for line in warnings)
+    warnings = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: --track")
+    ]
+    assert any("ConnectionError" in line for line in warnings) and any(
+        "TimeoutError" in line for line in warnings
+    )
     assert [line["iteration"] for line in read_metrics(folder(tmp_path))] == [0, 1, 2]
     assert load(folder(tmp_path))["iteration"] == 2
 
@@ -569,7 +677,15 @@ def test_a_tracker_that_breaks(script, start, tmp_path, monkeypatch, capsys):
 def track(tmp_path, start, **variables):
     """A tracked run of GRPO as a process: what it printed, its metrics and its seconds."""
     began = time.time()
-    flags = dict(env_id="number", init_from=start, num_iterations=2, num_groups=4, group_size=2, eval_tasks=8, **SIZE)
+    flags = dict(
+        env_id="number",
+        init_from=start,
+        num_iterations=2,
+        num_groups=4,
+        group_size=2,
+        eval_tasks=8,
+        **SIZE,
+    )
     clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
     done = subprocess.run(
         [sys.executable, ROOT / "grpo.py", "--track", *to_argv(**flags, runs_dir=tmp_path / "runs")],
@@ -588,7 +704,10 @@ def test_tracking_without_a_network(kind, start, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as hole:  # accepts, never answers
         port = hole.getsockname()[1] if kind == "black hole" else 9
         variables = dict(WANDB_API_KEY="a" * 40, WANDB_BASE_URL=f"http://127.0.0.1:{port}")
-        variables |= {"malformed key": {"WANDB_API_KEY": "x"}, "disabled": {"WANDB_MODE": "disabled"}}.get(kind, {})
+        variables |= {
+            "malformed key": {"WANDB_API_KEY": "x"},
+            "disabled": {"WANDB_MODE": "disabled"},
+        }.get(kind, {})
         out, metrics, seconds = track(tmp_path, start, **variables)
     warnings = [line for line in out.splitlines() if line.startswith("warning: --track")]
     print(f"{kind}: {seconds:.0f}s", *warnings, sep="\n")

@@ -48,7 +48,9 @@ def test_explorer_before_read_does_not_know_the_source():
 
 def test_explorer_goes_on_after_an_undo():
     """Catches an explorer that tests and undoes the same edit for ever: after the undo it tries another one."""
-    task = next(t for i in range(99) if len(gym.applicable((t := bugfix_task("train", i)).source)) > 3)
+    task = next(
+        t for i in range(99) if len(gym.applicable((t := bugfix_task("train", i)).source)) > 3
+    )
     env, actions = BugFixEnv(max_turns=9), []
     for seed in range(300):
         env.reset(task)
@@ -71,7 +73,8 @@ def test_each_warm_start_step_has_its_own_episodes():
     """Catches an explorer whose noise leaves the step out: the imitation would see one batch, over and over."""
     options = dict(max_turns=6, num_bugs=1)
     a, b, again = (
-        grpo.explorer_episodes(tr.WORDS, BugFixEnv, options, seed=1, step=step, num_episodes=8)[0] for step in (0, 1, 0)
+        grpo.explorer_episodes(tr.WORDS, BugFixEnv, options, seed=1, step=step, num_episodes=8)[0]
+        for step in (0, 1, 0)
     )
     assert torch.equal(a, again)
     rows = [{tuple(row[row > 0].tolist()) for row in x} for x in (a, b)]
@@ -113,11 +116,17 @@ def test_explorer_kinds_name_the_tool():
     )
     found = set()
     for ids, kind in zip(tokens.tolist(), kinds.tolist()):
-        runs = [(k, [i for i, _ in g]) for k, g in itertools.groupby(zip(ids, kind), key=lambda p: p[1])]
+        runs = [
+            (k, [i for i, _ in g]) for k, g in itertools.groupby(zip(ids, kind), key=lambda p: p[1])
+        ]
         assert runs[0][0] == 0
         for (k, call), (k2, answer) in zip(runs[1::2], runs[2::2]):
             tool = re.match(r"<call> (\w+)", tr.WORDS.decode(call))[1]
-            assert k == 1 and k2 == 2 + BugFixEnv.tools.index(tool) and tr.WORDS.decode(answer).startswith("<result>")
+            assert (
+                k == 1
+                and k2 == 2 + BugFixEnv.tools.index(tool)
+                and tr.WORDS.decode(answer).startswith("<result>")
+            )
             found.add(tool)
     assert found == set(BugFixEnv.tools)
 
@@ -139,9 +148,15 @@ def test_more_rows_than_one_part_of_the_prefill():
 def test_a_tool_call_that_errs_is_none(monkeypatch):
     """Catches charts/tool_calls that counts `read twice`, which did nothing."""
     batch, _ = tr.play_script(
-        monkeypatch, [["<call> read read </call>", tr.READ, "<call> test test </call>", tr.SUBMIT]], [TASK_0]
+        monkeypatch,
+        [["<call> read read </call>", tr.READ, "<call> test test </call>", tr.SUBMIT]],
+        [TASK_0],
     )
-    assert (batch.infos[0]["tool_calls"], batch.infos[0]["errors"], batch.infos[0]["turns"]) == (1, 2, 4)
+    assert (batch.infos[0]["tool_calls"], batch.infos[0]["errors"], batch.infos[0]["turns"]) == (
+        1,
+        2,
+        4,
+    )
 
 
 def test_env_seconds_are_those_of_all_turns(monkeypatch):
@@ -292,7 +307,9 @@ def test_minibatches_are_shuffled_anew(s, start, tmp_path, monkeypatch):
 
     def number(rollout, *args, **kwargs):
         batch = rollout(*args, **kwargs)
-        batch.logprobs[:, 0] = torch.arange(32.0)  # the prompt's first token, which is masked, names the episode
+        batch.logprobs[:, 0] = torch.arange(
+            32.0
+        )  # the prompt's first token, which is masked, names the episode
         return batch
 
     on_rollouts(monkeypatch, s, number)
@@ -330,7 +347,8 @@ def test_logged_losses_are_means_over_the_minibatches(s, start, tmp_path, monkey
     assert len(seen) == 4
     for key in seen[0][1]:
         each = [
-            m[key].item() / (1 if key == "losses/policy_loss" else given["loss_mask"].sum().item()) for given, m in seen
+            m[key].item() / (1 if key == "losses/policy_loss" else given["loss_mask"].sum().item())
+            for given, m in seen
         ]
         assert line[key] == pytest.approx(sum(each) / 4, rel=1e-4, abs=1e-8), key
     assert len({m["losses/entropy"].item() for _, m in seen}) == 4
@@ -349,7 +367,9 @@ def test_constant_groups_are_counted_by_group(any_script, start, tmp_path, monke
         return batch._replace(rewards=rewards)
 
     on_rollouts(monkeypatch, any_script, plant)
-    lines, _ = run(any_script, tmp_path, init_from=start, num_groups=16, group_size=2, num_iterations=1)
+    lines, _ = run(
+        any_script, tmp_path, init_from=start, num_groups=16, group_size=2, num_iterations=1
+    )
     assert lines[1]["charts/frac_zero_std_groups"] == 0.75
 
 
@@ -363,7 +383,14 @@ def test_the_seed_decides_tasks_and_noise(any_script, start, tmp_path, monkeypat
 
     on_rollouts(monkeypatch, any_script, keep)
     for seed in (1, 2):
-        run(any_script, tmp_path / str(seed), init_from=start, num_iterations=1, num_groups=8, seed=seed)
+        run(
+            any_script,
+            tmp_path / str(seed),
+            init_from=start,
+            num_iterations=1,
+            num_groups=8,
+            seed=seed,
+        )
     (tasks, noise), (other_tasks, other_noise) = seen
     assert tasks != other_tasks and (noise == other_noise).float().mean() < 0.01
 
@@ -372,7 +399,9 @@ def test_a_tool_cost_of_zero_is_zero(any_script, start, tmp_path, monkeypatch):
     """Catches `--tool-cost 0` taken for not given."""
     costs = set()
     on_training_rollouts(
-        monkeypatch, any_script, before=lambda n, model, envs: costs.update(env.tool_cost for env in envs)
+        monkeypatch,
+        any_script,
+        before=lambda n, model, envs: costs.update(env.tool_cost for env in envs),
     )
     run(any_script, tmp_path, init_from=start, num_iterations=1, tool_cost=0.0)
     assert costs == {0.0}
@@ -399,7 +428,11 @@ def test_all_gradients_are_clipped_together(any_script, start, tmp_path, monkeyp
 
     def spy(self, *a, **k):
         if sys._getframe(1).f_code.co_name == "train" or len(self.param_groups[0]["params"]) > 2:
-            norms.append(torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"]]).norm().item())
+            norms.append(
+                torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"]])
+                .norm()
+                .item()
+            )
         return step(self, *a, **k)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", spy)
@@ -426,7 +459,15 @@ def test_constant_groups_still_pay_the_kl(s, start, tmp_path, monkeypatch):
             with_reward(env, lambda terminated: 0.0)
 
     on_training_rollouts(monkeypatch, s, before=before)
-    lines, state = run(s, tmp_path, init_from=start, num_iterations=3, num_groups=8, kl_coef=1.0, learning_rate=1e-2)
+    lines, state = run(
+        s,
+        tmp_path,
+        init_from=start,
+        num_iterations=3,
+        num_groups=8,
+        kl_coef=1.0,
+        learning_rate=1e-2,
+    )
     assert not same(states[1], states[2]) and lines[2]["losses/grad_norm"] > 0
 
 
@@ -441,18 +482,24 @@ def test_logged_advantages_are_those_of_trained_tokens(any_script, tmp_path):
     )
     line = results(tmp_path / any_script.__name__)[0][1]
     assert line["losses/advantage_mean"] == pytest.approx(A[mask > 0].mean().item(), abs=1e-6)
-    assert line["losses/advantage_std"] == pytest.approx(A[mask > 0].std(correction=0).item(), abs=1e-6)
+    assert line["losses/advantage_std"] == pytest.approx(
+        A[mask > 0].std(correction=0).item(), abs=1e-6
+    )
 
 
 # ---- evaluation
 
-OPTIONS = dict(max_turns=3, num_bugs=1, reward="hidden", tool_cost=0.0, process_reward=0.0, malformed="error")
+OPTIONS = dict(
+    max_turns=3, num_bugs=1, reward="hidden", tool_cost=0.0, process_reward=0.0, malformed="error"
+)
 
 
 def test_evaluation_is_greedy():
     """Catches an evaluation that samples: every token it wrote is the likeliest."""
     model = tr.random_model()
-    _, batches = grpo.evaluate(model, tr.WORDS, BugFixEnv, OPTIONS, split="dev", num_tasks=16, context_length=400)
+    _, batches = grpo.evaluate(
+        model, tr.WORDS, BugFixEnv, OPTIONS, split="dev", num_tasks=16, context_length=400
+    )
     for batch in batches:
         with torch.no_grad():
             best = model(batch.tokens).argmax(-1)
@@ -490,8 +537,12 @@ def test_pass_at_8_and_the_tasks_of_an_evaluation(monkeypatch):
     """Catches pass@8 over the wrong axis, all for any, greedy samples, and unseen pairs of another split."""
     tasks = [grpo.bugfix_task("dev", i) for i in range(32)]
     lucky = {tasks[0], tasks[2], tasks[3]}
-    calls = planned(monkeypatch, lambda task, n, temperature: task in lucky and (temperature == 0 or n == 5))
-    metrics, _ = grpo.evaluate(None, None, grpo.BugFixEnv, OPTIONS, split="dev", num_tasks=32, context_length=400)
+    calls = planned(
+        monkeypatch, lambda task, n, temperature: task in lucky and (temperature == 0 or n == 5)
+    )
+    metrics, _ = grpo.evaluate(
+        None, None, grpo.BugFixEnv, OPTIONS, split="dev", num_tasks=32, context_length=400
+    )
     assert metrics["eval/success_rate"] == 3 / 32 and metrics["eval/pass@8"] == 3 / 4
     assert metrics["eval/unseen_pairs_success_rate"] == 0
     (all_tasks, t0), (repeated, t1), (unseen, t2) = calls
@@ -508,23 +559,39 @@ def test_describe_start(monkeypatch):
         return True if i < 16 else False if i < 24 else n % 2 == 0
 
     planned(monkeypatch, success)
-    metrics = grpo.describe_start(None, None, grpo.BugFixEnv, OPTIONS, group_size=4, context_length=400)
-    assert metrics["start/tasks_always_solved"] == 16 / 64 and metrics["start/tasks_never_solved"] == 8 / 64
-    assert metrics["start/tasks_sometimes_solved"] == 40 / 64 and metrics["start/success_rate"] == pytest.approx(
-        36 / 64
+    metrics = grpo.describe_start(
+        None, None, grpo.BugFixEnv, OPTIONS, group_size=4, context_length=400
     )
-    assert metrics["start/informative_groups"] == pytest.approx(40 / 64 * (1 - 2 / 70))  # 1 - 2 C(4, 4) / C(8, 4)
+    assert (
+        metrics["start/tasks_always_solved"] == 16 / 64
+        and metrics["start/tasks_never_solved"] == 8 / 64
+    )
+    assert metrics["start/tasks_sometimes_solved"] == 40 / 64 and metrics[
+        "start/success_rate"
+    ] == pytest.approx(36 / 64)
+    assert metrics["start/informative_groups"] == pytest.approx(
+        40 / 64 * (1 - 2 / 70)
+    )  # 1 - 2 C(4, 4) / C(8, 4)
 
 
 def test_episode_metrics_by_hand():
     """Catches truncated episodes left out of a mean, and errors per episode instead of per turn."""
 
     def row(success, hacked, turns, calls, errors, cut):
-        return dict(success=success, hacked=hacked, turns=turns, tool_calls=calls, errors=errors, truncated=cut)
+        return dict(
+            success=success,
+            hacked=hacked,
+            turns=turns,
+            tool_calls=calls,
+            errors=errors,
+            truncated=cut,
+        )
 
     def batch(infos, R, n):
         z = torch.zeros(1)
-        return grpo.Batch(z, z, torch.ones(len(infos), n), z, z, torch.tensor(R), z, z, z, [], infos)
+        return grpo.Batch(
+            z, z, torch.ones(len(infos), n), z, z, torch.tensor(R), z, z, z, [], infos
+        )
 
     infos = [
         row(True, False, 2, 1, 0, False),
@@ -532,7 +599,9 @@ def test_episode_metrics_by_hand():
         row(False, False, 1, 0, 1, True),
         row(False, False, 6, 5, 1, False),
     ]
-    m = grpo.episode_metrics([batch(infos[:3], [[1.0], [0.25], [0.0]], 4), batch(infos[3:], [[0.5]], 8)])
+    m = grpo.episode_metrics(
+        [batch(infos[:3], [[1.0], [0.25], [0.0]], 4), batch(infos[3:], [[0.5]], 8)]
+    )
     assert m == pytest.approx(
         dict(
             success_rate=1 / 4,
@@ -561,9 +630,9 @@ def test_play_plays_every_task():
         context_length=20,
     )
     assert [len(batch.infos) for batch in batches] == [256, 44]
-    assert sum((batch.infos for batch in batches), []) and [i["pair"] for b in batches for i in b.infos] == [
-        str(t) for t in tasks
-    ]
+    assert sum((batch.infos for batch in batches), []) and [
+        i["pair"] for b in batches for i in b.infos
+    ] == [str(t) for t in tasks]
 
 
 def test_a_saved_iteration_is_logged(any_script, start, tmp_path, monkeypatch):
@@ -571,7 +640,10 @@ def test_a_saved_iteration_is_logged(any_script, start, tmp_path, monkeypatch):
     inner = any_script.save_checkpoint
 
     def spy(path, **state):
-        lines = [json.loads(line)["iteration"] for line in (path.parent / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)["iteration"]
+            for line in (path.parent / "metrics.jsonl").read_text().splitlines()
+        ]
         assert lines == list(range(state["iteration"] + 1))
         return inner(path, **state)
 
@@ -607,7 +679,9 @@ def test_gather_pads_turn_ids_as_the_rollout_does(any_script, monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather)
     batch = any_script.gather(parts[0], "cpu")
     assert (
-        batch.turn_ids.shape == (4, 7) and (batch.turn_ids[:2, 4:] == -1).all() and (batch.loss_mask[:2, 4:] == 0).all()
+        batch.turn_ids.shape == (4, 7)
+        and (batch.turn_ids[:2, 4:] == -1).all()
+        and (batch.loss_mask[:2, 4:] == 0).all()
     )
     assert batch.lengths.tolist() == [4, 4, 7, 7] and len(batch.infos) == 4
 
@@ -616,9 +690,13 @@ def test_gather_pads_turn_ids_as_the_rollout_does(any_script, monkeypatch):
 def test_without_a_signal_no_step_is_taken(s, start, tmp_path, monkeypatch, capsys):
     """Catches a step on zero gradients (torchrun fills them in, and Adam's momentum moves the weights)."""
     steps, step = [], torch.optim.AdamW.step
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *a, **k: (steps.append(1), step(self, *a, **k))[1])
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self, *a, **k: (steps.append(1), step(self, *a, **k))[1]
+    )
     on_training_rollouts(
-        monkeypatch, s, before=lambda n, model, envs: [with_reward(env, lambda terminated: 0.0) for env in envs]
+        monkeypatch,
+        s,
+        before=lambda n, model, envs: [with_reward(env, lambda terminated: 0.0) for env in envs],
     )
     run(s, tmp_path, init_from=start, num_iterations=2, kl_coef=0.0)
     assert not steps and capsys.readouterr().out.count("no optimizer step was taken") == 2
