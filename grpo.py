@@ -1105,6 +1105,8 @@ def parse_args(argv=None):
     args = tyro.cli(Args, args=argv)
     if args.resume:
         flags = dict(load_checkpoint(args.resume, "--resume")["args"])
+        if flags.keys() != vars(args).keys():
+            refuse(f"--resume {args.resume}: of another version; begin a run with --init-from")
         for name in ("init_from", "runs_dir"):
             flags[name] = flags[name] and Path(flags[name])
         args = tyro.cli(Args, args=argv, default=Args(**flags))
@@ -1182,11 +1184,10 @@ class Run:
         if args.resume:
             self.restore(args.resume, modules)
         try:
-            if self.is_first:
-                self.dir.mkdir(parents=True, exist_ok=True)
-                (self.dir / "args.json").write_text(json.dumps(self.args, indent=2))
+            self.dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             refuse(f"--runs-dir {args.runs_dir}: {error.strerror}; try --runs-dir /tmp/runs")
+        self.write("args.json", json.dumps(self.args, indent=2).encode())
         self.tracker = self.track(self.start_tracking) if args.track and self.is_first else None
 
     def restore(self, path, modules):
@@ -1209,11 +1210,13 @@ class Run:
 
     def write(self, name, data):
         """Atomic: after a kill or on a full disk the previous file is still whole."""
-        path = self.dir / name
+        path, new = self.dir / name, self.dir / f"{name}.tmp"
         try:
-            path.with_suffix(".tmp").write_bytes(data)
-            os.replace(path.with_suffix(".tmp"), path)
+            if self.is_first:
+                new.write_bytes(data)
+                os.replace(new, path)
         except OSError as error:
+            new.unlink(missing_ok=True)
             advice = f"free some space, then go on with --resume {self.dir}/checkpoint.pt"
             sys.exit(f"error: {path}: {error.strerror}; {advice}")
 
@@ -1238,9 +1241,8 @@ class Run:
 
     def log(self, iteration, metrics):
         self.lines.append({"iteration": iteration} | metrics)
-        if self.is_first:
-            text = "".join(json.dumps(line) + "\n" for line in self.lines)
-            self.write("metrics.jsonl", text.encode())
+        text = "".join(json.dumps(line) + "\n" for line in self.lines)
+        self.write("metrics.jsonl", text.encode())
         if self.tracker:
             self.track(self.tracker.log, metrics, step=iteration)
 
@@ -1255,10 +1257,9 @@ class Run:
             advice = "try a lower --learning-rate or --warm-start-learning-rate"
             sys.exit(f"error: weights of iteration {iteration} not finite and not saved; {advice}")
         state = {name: module.state_dict() for name, module in modules.items()}
-        state |= {"script": Path(__file__).stem, "args": self.args}
-        if self.is_first:
-            torch.save(state | {"lines": self.lines, "iteration": iteration}, buffer := BytesIO())
-            self.write("checkpoint.pt", buffer.getvalue())
+        state |= {"script": Path(__file__).stem, "args": self.args, "lines": self.lines}
+        torch.save(state | {"iteration": iteration}, buffer := BytesIO())
+        self.write("checkpoint.pt", buffer.getvalue())
 
 
 def load_start(model, args):
