@@ -1,19 +1,22 @@
-"""Compares the scripts: studies of scripts x flags x seeds, collected into a CSV, as tables and figures.
+"""Compares the scripts: studies of scripts x flags x seeds, as a CSV, tables and figures.
 
-    python benchmarks/compare.py                          # all studies: trains what is missing, then tables and figures
-    python benchmarks/compare.py --studies one-bug        # this one only
+    python benchmarks/compare.py                      # all studies: trains what is missing
+    python benchmarks/compare.py --studies one-bug    # this one only
     python benchmarks/compare.py --studies one-bug --seeds 2 --workers 4
-    python benchmarks/compare.py --redraw                 # from benchmarks/results/runs.csv, trains nothing
+    python benchmarks/compare.py --redraw             # from results/runs.csv, trains nothing
 
-Each run is a process with one thread. Runs that are done are skipped, those of a killed comparison start again. For a
-seed all algorithms begin with the same checkpoint of the warm start, see the same tasks and play as many episodes. The
-CSV keeps what it holds of runs made elsewhere until the same run is done here.
+Each run is a process with one thread. Runs that are done are skipped, those of a killed comparison
+start again. For a seed all algorithms begin with the same checkpoint of the warm start, see the
+same tasks and play as many episodes. The CSV keeps what it holds of runs made elsewhere until the
+same run is done here.
 """
 
 import csv
+import itertools
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -26,7 +29,9 @@ import numpy as np
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ("reinforce", "ppo", "grpo", "gigpo")
+
+
+# ---- Studies -------------------------------------------------------------------------------------
 
 
 class Study(NamedTuple):
@@ -36,26 +41,36 @@ class Study(NamedTuple):
     metric: str = "eval/success_rate"  # what the figure shows beside test success
     threshold: float = 0.9  # test success whose episodes are counted
     legend: object = "best"  # its place in the figure
-    references: tuple = ()  # (label, command or number of bugs) of dashed lines: a run's end, an agent of random calls
+    references: dict = {}  # dashed lines, label: the run that ends there, or bugs of random calls
 
 
 GRPO = "grpo --eval-every 10"
+ALGORITHMS = {
+    "reinforce": "reinforce --eval-every 40",  # its batches are a quarter: after as many episodes
+    "ppo": "ppo --eval-every 10",
+    "grpo": GRPO,
+    "gigpo": "gigpo --eval-every 10",
+}
+START = "reinforce --num-iterations 0"
 IMITATION = "grpo --num-iterations 0 --warm-start-steps 1600"  # as long as the whole of an RL run
-
-
-def algorithms(flags=""):
-    """Each script, evaluated after as many episodes."""
-    return {
-        name: f"{name} --eval-every {40 if name == 'reinforce' else 10} {flags}".strip()
-        for name in SCRIPTS
-    }
-
+IMITATION_2 = f"{IMITATION} --num-bugs 2"
+WEAK_NUMBER = "--env-id number --warm-start-steps 100"
 
 STUDIES = {
-    "one-bug": Study("BugFix, one bug", algorithms(), seeds=10, legend=(0.6, 0.12),
-                     references=(("imitation only, as long", IMITATION), ("random calls", 1))),
-    "two-bugs": Study("BugFix, two bugs", algorithms("--num-bugs 2"), seeds=10, threshold=0.5,
-                      references=(("imitation only, as long", f"{IMITATION} --num-bugs 2"), ("random calls", 2))),
+    "one-bug": Study(
+        "BugFix, one bug",
+        ALGORITHMS,
+        seeds=10,
+        legend=(0.6, 0.12),
+        references={"imitation only, as long": IMITATION, "random calls": 1},
+    ),
+    "two-bugs": Study(
+        "BugFix, two bugs",
+        {name: f"{command} --num-bugs 2" for name, command in ALGORITHMS.items()},
+        seeds=10,
+        threshold=0.5,
+        references={"imitation only, as long": IMITATION_2, "random calls": 2},
+    ),
     "controls": Study(
         "Controls (GRPO)",
         {
@@ -63,48 +78,41 @@ STUDIES = {
             "rewards shuffled in the group": "benchmarks/controls shuffle --eval-every 10",
             "observations withheld": "benchmarks/controls withhold --eval-every 10",
             "imitation only": IMITATION,
-            "imitation only, two bugs": f"{IMITATION} --num-bugs 2",
+            "imitation only, two bugs": IMITATION_2,
         },
     ),
     "rewards": Study(
         "What is rewarded (GRPO)",
-        {"hidden": GRPO, "public": f"{GRPO} --reward public", "partial": f"{GRPO} --reward partial",
-         "similarity": f"{GRPO} --reward similarity"},
+        {"hidden": GRPO}
+        | {name: f"{GRPO} --reward {name}" for name in ("public", "partial", "similarity")},
         metric="charts/hack_rate",
     ),
-    "mask": Study("Tool output in the loss or not: BugFix (GRPO)",
-                  {"mask": GRPO, "no mask": f"{GRPO} --no-mask-observations"}),
+    "mask": Study(
+        "Tool output in the loss or not: BugFix (GRPO)",
+        {"mask": GRPO, "no mask": f"{GRPO} --no-mask-observations"},
+    ),
     "mask-number": Study(
         "Tool output in the loss or not: hidden number from a weak start (GRPO)",
-        {"mask": f"{GRPO} --env-id number --warm-start-steps 100",
-         "no mask": f"{GRPO} --env-id number --warm-start-steps 100 --no-mask-observations"},
+        {
+            "mask": f"{GRPO} {WEAK_NUMBER}",
+            "no mask": f"{GRPO} {WEAK_NUMBER} --no-mask-observations",
+        },
     ),
     "signal": Study(  # the policies whose gradients signal_to_noise.py measures
         "Signal and noise of the gradient",
         {
-            "start": "reinforce --num-iterations 0",
+            "start": START,
             "middle": f"{GRPO} --num-iterations 15",
             "late": GRPO,
-            "number, start": "grpo --env-id number --warm-start-steps 100 --num-iterations 0",
+            "number, start": f"grpo {WEAK_NUMBER} --num-iterations 0",
         },
         seeds=3,
     ),
-}  # fmt: skip
-METRICS = ("charts/success_rate", "charts/hack_rate", "charts/tool_calls", "charts/episodic_length", "losses/entropy",
-           "eval/success_rate", "eval/pass@8", "eval/unseen_pairs_success_rate", "eval/hack_rate",
-           "eval/tool_calls")  # fmt: skip
-LABELS = ("policy", "seed", "scheme")  # columns of signal.csv that are no numbers
-COLUMNS = (
-    "command",
-    "seed",
-    "iteration",
-    "episodes",
-    "sampled_tokens",
-    "seconds",
-    "commit",
-    "hardware",
-    *METRICS,
-)
+}
+METRICS = """charts/success_rate charts/hack_rate charts/tool_calls charts/episodic_length
+    losses/entropy eval/success_rate eval/pass@8 eval/unseen_pairs_success_rate eval/hack_rate
+    eval/tool_calls""".split()
+COLUMNS = "command seed iteration episodes sampled_tokens seconds commit hardware".split() + METRICS
 
 
 @dataclass
@@ -117,7 +125,22 @@ class Args:
     results: Path = ROOT / "benchmarks" / "results"  # where the CSV, tables and figures go
 
 
-# ---- Runs ----------------------------------------------------------------------------------------------------------
+def planned(name, args):
+    """(label, command, seed) of each run of a study."""
+    study = STUDIES[name]
+    seeds = range(1, min(study.seeds, args.seeds or study.seeds) + 1)
+    return [(label, command, seed) for label, command in study.runs.items() for seed in seeds]
+
+
+def start_of(command):
+    """Command whose checkpoint this one begins with, or None where the run's own warm start belongs
+    to the study."""
+    if any(word in command for word in ("--warm-start-steps", "withhold", "--num-iterations 0")):
+        return None
+    return f"{START} --num-bugs 2" if "--num-bugs 2" in command else START
+
+
+# ---- Runs ----------------------------------------------------------------------------------------
 
 
 def folder(runs_dir, command, seed):
@@ -126,134 +149,114 @@ def folder(runs_dir, command, seed):
 
 def finished(path):
     """Folder of the finished run under path, or None."""
-    for file in path.glob("*/wall.json"):
-        return file.parent
+    return next((file.parent for file in path.glob("*/wall.json")), None)
 
 
-def train(runs_dir, command, seed, start):
-    """Runs a command to its end, unless that was done before. Returns its error output, empty if all went well."""
-    path = folder(runs_dir, command, seed)
-    if finished(path):
-        return ""
-    file, *flags = command.split()
-    line = [f"{file}.py", *flags, "--seed", str(seed), "--runs-dir", str(path)]
-    line += ["--init-from", str(finished(start) / "checkpoint.pt")] if start else []
-    before, begin = set(path.glob("*")), time.time()
-    done = subprocess.run([sys.executable, *line], cwd=ROOT, capture_output=True, text=True,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
-    if done.returncode:
-        return f"{' '.join(line)}: exit {done.returncode}\n{done.stderr[-2000:]}"
-    (run_dir,) = set(path.glob("*")) - before
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    )
-    (run_dir / "wall.json").write_text(json.dumps({
-        "seconds": time.time() - begin, "commit": commit.stdout.strip(), "hardware": hardware()}))  # fmt: skip
-    return ""
+def python(*line, **options):
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *line], cwd=ROOT, env=env, text=True, **options)
 
 
 def hardware():
-    names = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")] \
-        if Path("/proc/cpuinfo").exists() else []  # fmt: skip
-    return f"{(names or [platform.processor()])[0]}, one thread"
+    path = Path("/proc/cpuinfo")
+    name = re.search(r"^model name\s*:(.*)", path.read_text(), re.M) if path.exists() else None
+    return f"{name[1].strip() if name else platform.processor()}, one thread"
 
 
-def start_of(command):
-    """Command whose checkpoint this one begins with, or None where the run's own warm start belongs to the study."""
-    if "--warm-start-steps" in command or "withhold" in command or "--num-iterations 0" in command:
-        return None
-    return "reinforce --num-iterations 0" + " --num-bugs 2" * ("--num-bugs 2" in command)
+def train(command, seed, args):
+    """Runs a command to its end. Returns its error output, empty if all went well."""
+    path = folder(args.runs_dir, command, seed)
+    file, *flags = command.split()
+    line = [f"{file}.py", *flags, "--seed", str(seed), "--runs-dir", str(path)]
+    if start := start_of(command):
+        checkpoint = finished(folder(args.runs_dir, start, seed)) / "checkpoint.pt"
+        line += ["--init-from", str(checkpoint)]
+    before, begin = set(path.glob("*")), time.time()
+    done = python(*line, capture_output=True)
+    if done.returncode:
+        return f"{' '.join(line)}: exit {done.returncode}\n{done.stderr[-2000:]}"
+    seconds = time.time() - begin
+    (run_dir,) = set(path.glob("*")) - before
+    git = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    wall = {"seconds": seconds, "commit": commit, "hardware": hardware()}
+    (run_dir / "wall.json").write_text(json.dumps(wall))
+    return ""
 
 
 def run_studies(args):
-    runs = [(command, seed) for name in args.studies for command in STUDIES[name].runs.values()
-            for seed in range(1, seeds_of(name, args) + 1)]  # fmt: skip
-    runs = sorted(
-        dict.fromkeys(runs), key=lambda run: run[1]
-    )  # seed by seed: a comparison cut short is still paired
-    starts = list(
-        dict.fromkeys((start_of(command), seed) for command, seed in runs if start_of(command))
-    )
+    runs = [(command, seed) for name in args.studies for _, command, seed in planned(name, args)]
+    runs = sorted(dict.fromkeys(runs), key=lambda run: run[1])  # by seed: cut short, still paired
+    starts = dict.fromkeys((start_of(command), seed) for command, seed in runs if start_of(command))
     for title, jobs in (("warm starts", starts), ("runs", runs)):
         jobs = [job for job in jobs if not finished(folder(args.runs_dir, *job))]
         begin = time.time()
-
-        def work(job):
-            start = start_of(job[0])
-            return job, train(args.runs_dir, *job, start and folder(args.runs_dir, start, job[1]))
-
         with ThreadPoolExecutor(args.workers) as pool:
-            for n, (job, error) in enumerate(pool.map(work, jobs), 1):
+            errors = pool.map(lambda job: train(*job, args), jobs)
+            for n, ((command, seed), error) in enumerate(zip(jobs, errors, strict=True), 1):
                 minutes = (time.time() - begin) / 60
-                print(f"{title} {n}/{len(jobs)}: {job[0]} --seed {job[1]}, {minutes:.0f} min, "
-                      f"{minutes / n * (len(jobs) - n):.0f} min left", flush=True)  # fmt: skip
-                if error:
-                    print(error, file=sys.stderr)
-                elif title == "runs":
-                    collect(args)
-
-
-def measure_signal(args):
-    """signal_to_noise.py on each policy of the study, beside its checkpoint; all of them into signal.csv."""
-    done = {}
-    for label, command in STUDIES["signal"].runs.items():
-        for seed in range(1, seeds_of("signal", args) + 1):
-            if run_dir := finished(folder(args.runs_dir, command, seed)):
-                done[label, seed] = run_dir
-
-    def work(run_dir):
-        if not (run_dir / "signal.csv").exists():
-            print(f"signal and noise: {run_dir}", flush=True)
-            subprocess.run([sys.executable, "benchmarks/signal_to_noise.py", run_dir / "checkpoint.pt", "--csv",
-                            run_dir / "signal.csv"], cwd=ROOT, stdout=subprocess.DEVNULL, check=True,
-                           env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
-
-    with ThreadPoolExecutor(args.workers) as pool:
-        list(pool.map(work, done.values()))
-    policies = list(STUDIES["signal"].runs)
-    rows = [row for row in read(args.results / "signal.csv")
-            if row["policy"] in policies and (row["policy"], int(row["seed"])) not in done]  # fmt: skip
-    for (label, seed), run_dir in done.items():
-        rows += [{"policy": label, "seed": seed} | row for row in read(run_dir / "signal.csv")]
-    for row in rows:
-        row.pop("checkpoint", None)
-    rows.sort(key=lambda row: (policies.index(row["policy"]), int(row["seed"])))
-    if rows:
-        write(args.results / "signal.csv", rows, rows[0])
-
-
-def seeds_of(name, args):
-    return min(STUDIES[name].seeds, args.seeds or STUDIES[name].seeds)
+                clock = f"{minutes:.0f} min, {minutes / n * (len(jobs) - n):.0f} min left"
+                print(f"{title} {n}/{len(jobs)}: {command} --seed {seed}, {clock}", flush=True)
+                print(error, file=sys.stderr, end="\n" * bool(error))
+                collect(args)
 
 
 def collect(args):
-    """Writes every finished run into one CSV, a row an iteration; what it holds of runs made elsewhere stays in it."""
+    """Writes every finished run into one CSV, a row an iteration; what it holds of runs made
+    elsewhere stays in it."""
     runs = load(args)
     commands = sorted({command for study in STUDIES.values() for command in study.runs.values()})
     for command in commands:
         for path in folder(args.runs_dir, command, 0).parent.glob("*"):
-            if not (run_dir := finished(path)):
-                continue
-            wall = json.loads((run_dir / "wall.json").read_text())
-            lines = [
-                json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()
-            ]
-            critic_episodes = lines[0].get(
-                "warm_start/critic_episodes", 0
-            )  # they count: nobody else plays them
-            runs.setdefault(command, {})[int(path.name)] = [{
-                "command": command, "seed": path.name, "iteration": line["iteration"],
-                "episodes": line.get("charts/total_episodes", 0) + critic_episodes,
-                "sampled_tokens": line.get("charts/total_tokens", 0), "seconds": round(wall["seconds"], 1),
-                "commit": wall["commit"], "hardware": wall["hardware"],
-            } | {key: round(line[key], 5) for key in METRICS if key in line} for line in lines]  # fmt: skip
-    rows = [
-        row
-        for command in commands
-        for _, run in sorted(runs.get(command, {}).items())
-        for row in run
-    ]
-    write(args.results / "runs.csv", rows, COLUMNS)
+            if run_dir := finished(path):
+                rows = rows_of(run_dir, {"command": command, "seed": path.name})
+                runs.setdefault(command, {})[int(path.name)] = rows
+    found = [runs[command][seed] for command in commands for seed in sorted(runs.get(command, {}))]
+    write(args.results / "runs.csv", [row for rows in found for row in rows], COLUMNS)
+
+
+def rows_of(run_dir, labels):
+    """A run's rows of the CSV: one an iteration, the start first."""
+    labels |= json.loads((run_dir / "wall.json").read_text())
+    labels["seconds"] = round(labels["seconds"], 1)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    critic = lines[0].get("warm_start/critic_episodes", 0)  # they count: nobody else plays them
+    rows = []
+    for line in lines:
+        counts = {
+            "iteration": line["iteration"],
+            "episodes": line.get("charts/total_episodes", 0) + critic,
+            "sampled_tokens": line.get("charts/total_tokens", 0),
+        }
+        rows.append(labels | counts | {key: round(line[key], 5) for key in METRICS if key in line})
+    return rows
+
+
+def measure_signal(args):
+    """signal_to_noise.py on each policy of the study, beside its checkpoint; all in signal.csv."""
+    done = {}  # (label, seed): folder of the run
+    for label, command, seed in planned("signal", args):
+        if run_dir := finished(folder(args.runs_dir, command, seed)):
+            done[label, seed] = run_dir
+
+    def work(run_dir):
+        if not (run_dir / "signal.csv").exists():
+            print(f"signal and noise: {run_dir}", flush=True)
+            line = [run_dir / "checkpoint.pt", "--csv", run_dir / "signal.csv"]
+            python("benchmarks/signal_to_noise.py", *line, stdout=subprocess.DEVNULL, check=True)
+
+    with ThreadPoolExecutor(args.workers) as pool:
+        list(pool.map(work, done.values()))
+    order = list(STUDIES["signal"].runs)
+    rows = [row for row in read(args.results / "signal.csv") if row["policy"] in order]
+    rows = [row for row in rows if (row["policy"], int(row["seed"])) not in done]
+    for (label, seed), run_dir in done.items():
+        rows += [{"policy": label, "seed": seed} | row for row in read(run_dir / "signal.csv")]
+    for row in rows:
+        row.pop("checkpoint", None)
+    rows.sort(key=lambda row: (order.index(row["policy"]), int(row["seed"])))
+    if rows:
+        write(args.results / "signal.csv", rows, rows[0])
 
 
 def write(path, rows, columns):
@@ -282,7 +285,7 @@ def load(args):
     return runs
 
 
-# ---- Statistics ----------------------------------------------------------------------------------------------------
+# ---- Statistics ----------------------------------------------------------------------------------
 
 
 def interval(values):
@@ -293,20 +296,33 @@ def interval(values):
     return values.mean(0), *np.percentile(means, (2.5, 97.5), axis=0)
 
 
+def column(rows, key):
+    """A column of the CSV as numbers, nan where it is empty."""
+    return np.array([np.nan if row[key] == "" else float(row[key]) for row in rows])
+
+
 def curve(rows, key):
     """(episodes, values) of a metric in one run."""
-    pairs = [(int(row["episodes"]), float(row[key])) for row in rows if row[key]]
-    return np.array(pairs, dtype=float).reshape(-1, 2).T
+    rows = [row for row in rows if row[key]]
+    return np.stack([column(rows, "episodes"), column(rows, key)])
+
+
+def late(rows, key):
+    """Mean of a metric over the last tenth of a run's iterations."""
+    values = curve(rows, key)[1]
+    return np.mean(values[-max(1, len(rows) // 10) :]) if values.size else np.nan
 
 
 def area(episodes, values, budget):
-    """Mean height of a curve over the first budget episodes, flat before its first point: the area under it."""
+    """Mean height of a curve over the first budget episodes, flat before its first point: the area
+    under it."""
     x = np.array([0, *episodes[(0 < episodes) & (episodes < budget)], budget])
     return np.trapezoid(np.interp(x, episodes, values), x) / budget
 
 
 def episodes_to(threshold, episodes, values):
-    """Episodes to the first evaluation from which the curve reaches the threshold, linear in between; inf if never."""
+    """Episodes to the first evaluation from which the curve reaches the threshold, linear in
+    between; inf if never."""
     above = np.flatnonzero(values >= threshold)
     if not len(above):
         return np.inf
@@ -321,118 +337,155 @@ def random_agent(num_bugs, num_tasks=512):
     sys.path.insert(0, str(ROOT))
     from bugfix_env import MENU, BugFixEnv
 
-    calls, rng, solved = (
-        ["read", "test", "submit", *(f"edit {op}" for op in MENU)],
-        np.random.default_rng(0),
-        0,
-    )
+    calls = ["read", "test", "submit", *(f"edit {op}" for op in MENU)]
+    env, rng, solved = BugFixEnv(num_bugs=num_bugs), np.random.default_rng(0), 0
     for i in range(num_tasks):
-        env, done = BugFixEnv(num_bugs=num_bugs), False
-        env.reset(BugFixEnv.task("test", i, num_bugs))
+        env.reset(env.task("test", i))
+        done = False
         while not done:
             _, _, done, _, info = env.step(f"<call> {calls[rng.integers(len(calls))]} </call>")
         solved += info["success"]
     return solved / num_tasks
 
 
-# ---- Tables and figures --------------------------------------------------------------------------------------------
+# ---- Tables --------------------------------------------------------------------------------------
+
+
+def show(values, form=".3f"):
+    """A mean over seeds with its interval; a single seed has none."""
+    mean, low, high = interval(values)
+    if np.isnan(mean):
+        return ""
+    return f"{mean:{form}}" + (f" [{low:{form}}, {high:{form}}]" if len(values) > 1 else "")
+
+
+def cells(label, seeds, budget, study):
+    """A row of a study's table, {header: text}; seeds: the rows of one run each."""
+    last = [rows[-1] for rows in seeds]
+    success = column(last, "eval/success_rate")
+    curves = [curve(rows, "eval/success_rate") for rows in seeds]
+    reached = [episodes_to(study.threshold, *each) for each in curves]
+    never, middle = sum(np.isinf(reached)), np.median(reached)
+    speed = f"never on {never} of {len(reached)}" if never else show(reached, ",.0f")
+    speed += f", median {middle:,.0f}" if never and middle < np.inf else ""
+    return {
+        "": label,
+        "seeds": str(len(seeds)),
+        "test success": show(success),
+        "min": f"{min(success):.3f}",
+        "pass@1": show([late(rows, "charts/success_rate") for rows in seeds]),
+        "pass@8": show(column(last, "eval/pass@8")),
+        "unseen pairs": show(column(last, "eval/unseen_pairs_success_rate")),
+        "hack rate": show(column(last, "eval/hack_rate")),
+        "turns": show([late(rows, "charts/episodic_length") for rows in seeds], ".2f"),
+        "tool calls": show(column(last, "eval/tool_calls"), ".2f"),
+        "area under the curve": show([area(*each, budget) for each in curves]),
+        f"episodes to {study.threshold}": speed,
+        "seconds": f"{np.median(column(last, 'seconds')):.0f}",
+    }
+
+
+def difference(first, second, budget):
+    """first minus second, each {seed: rows}, paired by seed: of the area and of the end."""
+    ends, areas = [], []
+    for seed in sorted(first.keys() & second.keys()):
+        a, b = (curve(runs[seed], "eval/success_rate") for runs in (first, second))
+        ends.append(a[1, -1] - b[1, -1])
+        areas.append(area(*a, budget) - area(*b, budget))
+    return f"{show(areas, '+.3f')}; {show(ends, '+.3f')}" if ends else ""
 
 
 def tables(name, runs):
-    """The study's tables in Markdown: what the runs end with, learning speed, and differences paired by seed."""
+    """The study's tables in Markdown: what the runs end with, learning speed, and differences
+    paired by seed."""
     study = STUDIES[name]
-
-    def show(values, form=".3f"):
-        mean, low, high = interval(values)
-        if np.isnan(mean) or len(values) == 1:  # one seed has no interval
-            return "" if np.isnan(mean) else f"{mean:{form}}"
-        return f"{mean:{form}} [{low:{form}}, {high:{form}}]"
-
-    header = ("", "seeds", "test success", "min", "pass@1", "pass@8", "unseen pairs", "hack rate", "turns",
-              "tool calls", "area under the curve", f"episodes to {study.threshold}", "seconds")  # fmt: skip
-    text = f"## {study.title}\n\n| {' | '.join(header)} |\n{'|---' * len(header)}|\n"
     present = {label: command for label, command in study.runs.items() if command in runs}
     trained = [runs[command] for command in present.values() if "--num-iterations 0" not in command]
-    budget = min(
-        curve(rows, "eval/success_rate")[0, -1] for seeds in trained for rows in seeds.values()
+    budget = min(column(rows, "episodes")[-1] for seeds in trained for rows in seeds.values())
+    rows = [cells(label, [*runs[present[label]].values()], budget, study) for label in present]
+    text = f"## {study.title}\n\n| {' | '.join(rows[0])} |\n{'|---' * len(rows[0])}|\n"
+    text += "".join(f"| {' | '.join(row.values())} |\n" for row in rows)
+    text += (
+        "\nAt the end, greedy; pass@1 and turns sampled, on training tasks, mean of the last tenth "
+        f"of the iterations. Area over the first {budget:,.0f} episodes. Paired by seed, "
+        "difference of the area and of test success at the end:\n\n"
     )
-    for label, command in present.items():
-        seeds = runs[command]
-        last = [rows[-1] for rows in seeds.values()]
-        final = lambda key: [float(row[key] or "nan") for row in last]  # noqa: E731
-        late = lambda key: [np.mean(curve(rows, key)[1, -max(1, len(rows) // 10) :])  # noqa: E731
-                            if curve(rows, key).size else np.nan for rows in seeds.values()]  # fmt: skip
-        curves = [curve(rows, "eval/success_rate") for rows in seeds.values()]
-        reached = [episodes_to(study.threshold, *each) for each in curves]
-        never = sum(np.isinf(reached))
-        middle = np.median(reached)
-        speed = show(reached, ",.0f") if not never else f"never on {never} of {len(reached)}" + (
-            f", median {middle:,.0f}" if middle < np.inf else "")  # fmt: skip
-        cells = [label, str(len(seeds)), show(final("eval/success_rate")), f"{min(final('eval/success_rate')):.3f}",
-                 show(late("charts/success_rate")), show(final("eval/pass@8")),
-                 show(final("eval/unseen_pairs_success_rate")), show(final("eval/hack_rate")),
-                 show(late("charts/episodic_length"), ".2f"), show(final("eval/tool_calls"), ".2f"),
-                 show([area(*each, budget) for each in curves]), speed,
-                 f"{np.median(final('seconds')):.0f}"]  # fmt: skip
-        text += f"| {' | '.join(cells)} |\n"
-    text += ("\nAt the end, greedy; pass@1 and turns sampled, on training tasks, mean of the last tenth of the "
-             f"iterations. Area over the first {budget:,.0f} episodes. Paired by seed, difference of the area and of "
-             "test success at the end:\n\n")  # fmt: skip
-    labels = list(present)
-    for i, a in enumerate(labels):
-        for b in labels[i + 1 :]:
-            common = sorted(runs[present[a]].keys() & runs[present[b]].keys())
-            if "imitation" in b or not common:
-                continue
-            ends, areas = [], []
-            for seed in common:
-                first, second = (
-                    curve(runs[present[label]][seed], "eval/success_rate") for label in (a, b)
-                )
-                (
-                    ends.append(first[1, -1] - second[1, -1]),
-                    areas.append(area(*first, budget) - area(*second, budget)),
-                )
-            text += f"- {a} minus {b}: {show(areas, '+.3f')}; {show(ends, '+.3f')}\n"
+    for a, b in itertools.combinations(present, 2):
+        paired = difference(runs[present[a]], runs[present[b]], budget)
+        text += f"- {a} minus {b}: {paired}\n" if paired and "imitation" not in b else ""
+    ends = [rows[-1] for command in present.values() for rows in runs[command].values()]
+    commits = ", ".join(sorted({row["commit"] for row in ends}))
     some = next(iter(next(iter(runs.values())).values()))[-1]
-    commits = sorted(
-        {rows[-1]["commit"] for command in present.values() for rows in runs[command].values()}
+    lines = [command.split(" ", 1) for command in present.values()]
+    lines = ", ".join(f"`{' '.join(['python', f'{file}.py', *flags])}`" for file, *flags in lines)
+    return (
+        f"{text}\nCommit {commits}; {some['hardware']} a run. Commands, each with `--seed S` and "
+        f"one start a seed: {lines}\n"
     )
-    lines = [
-        " ".join(["python", f"{command.split()[0]}.py", *command.split()[1:]])
-        for command in present.values()
-    ]
-    return (f"{text}\nCommit {', '.join(commits)}; {some['hardware']} a run. Commands, each with `--seed S` and one "
-            f"start a seed: {', '.join(f'`{line}`' for line in lines)}\n")  # fmt: skip
 
 
 def signal_table(args):
     """What signal.csv says of each scheme at each policy, mean over seeds with its interval."""
     rows = read(args.results / "signal.csv")
-    text = f"## {STUDIES['signal'].title}\n"
+    study = STUDIES["signal"]
+    text = f"## {study.title}\n"
     for policy in dict.fromkeys(row["policy"] for row in rows):
-        table = {}  # scheme: rows, one a seed
+        schemes = {}  # scheme: rows, one a seed
         for row in rows:
             if row["policy"] == policy:
-                table.setdefault(row["scheme"], []).append(
-                    {k: float(row[k]) for k in row if k not in LABELS}
-                )
-        column = lambda scheme, key: np.array([row[key] for row in table[scheme]])  # noqa: E731
-        form = "{:.3g} [{:.3g}, {:.3g}]" if len(table["return"]) > 1 else "{:.3g}"
-        show = lambda values: form.format(*interval(values))  # noqa: E731
-        text += (f"\n{policy}: success {show(column('return', 'success'))}, informative groups "
-                 f"{show(column('return', 'informative_groups'))}, "
-                 f"{len(table['return'])} of {STUDIES['signal'].seeds} seeds\n\n"
-                 "| scheme | noise / signal | cosine | length | tokens an episode | log-probability |\n"
-                 "|---|---|---|---|---|---|\n")  # fmt: skip
-        for scheme in table:
-            ratio = column(scheme, "noise") / column(scheme, "signal")
-            cells = [
-                ratio,
-                *(column(scheme, key) for key in ("cosine", "norm", "tokens", "logprob")),
-            ]
-            text += f"| {scheme} | {' | '.join(map(show, cells))} |\n"
+                schemes.setdefault(row["scheme"], []).append(row)
+        seeds = schemes["return"]
+        success, informative = (column(seeds, key) for key in ("success", "informative_groups"))
+        text += (
+            f"\n{policy}: success {show(success, '.3g')}, informative groups "
+            f"{show(informative, '.3g')}, {len(seeds)} of {study.seeds} seeds\n\n"
+            "| scheme | noise / signal | cosine | length | tokens an episode | log-probability |\n"
+            "|---|---|---|---|---|---|\n"
+        )
+        for scheme, seeds in schemes.items():
+            values = [column(seeds, "noise") / column(seeds, "signal")]
+            values += [column(seeds, key) for key in ("cosine", "norm", "tokens", "logprob")]
+            text += f"| {scheme} | {' | '.join(show(each, '.3g') for each in values)} |\n"
     return text
+
+
+# ---- Figures -------------------------------------------------------------------------------------
+
+
+def panel(axis, key, study, runs):
+    """A metric against episodes, mean and interval; dashed lines for what has no curve."""
+    heights = {"oracle": 1.0} if study.references else {}
+    for label, command in study.runs.items():
+        if command not in runs:
+            continue
+        curves = [curve(rows, key) for rows in runs[command].values()]
+        if curves[0].shape[1] < 2:  # no iterations: a line
+            heights[label] = np.mean([values[-1] for _, values in curves])
+            continue
+        episodes = curves[0][0]
+        mean, low, high = interval([np.interp(episodes, *each) for each in curves])
+        label = f"{label} ({len(curves)} seeds)"
+        (line,) = axis.plot(episodes, mean, label=label, linewidth=1.6)
+        axis.fill_between(episodes, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+        if study.references:
+            heights["start"] = mean[0]
+    for label, source in study.references.items():
+        if isinstance(source, int):
+            heights[label] = random_agent(source)
+        elif source in runs:
+            heights[label] = np.mean([float(rows[-1][key]) for rows in runs[source].values()])
+    labels = {}  # height: text; lines closer than the text is high share theirs
+    for label, height in sorted(heights.items(), key=lambda item: item[1]):
+        axis.axhline(height, color="gray", linestyle="--", linewidth=1)
+        near = next((other for other in labels if height - other < 0.03), None)
+        labels[height] = label if near is None else f"{labels.pop(near)}, {label}"
+    for height, label in labels.items():
+        place = dict(xycoords=("axes fraction", "data"), ha="right", va="bottom")
+        axis.annotate(label, (0.99, height), fontsize=8, color="gray", **place)
+    axis.set(xlabel="episodes", ylabel=key, ylim=(-0.02, 1.07))
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8, loc=study.legend)
 
 
 def figure(name, runs, args):
@@ -443,65 +496,32 @@ def figure(name, runs, args):
 
     plt.rcParams["svg.hashsalt"] = name  # the same data, the same file
     study = STUDIES[name]
-    keys = dict.fromkeys(("eval/success_rate", study.metric))
+    keys = list(dict.fromkeys(("eval/success_rate", study.metric)))
     fig, axes = plt.subplots(1, len(keys), figsize=(6.4 * len(keys), 4), squeeze=False)
-    for axis, key in zip(axes[0], keys):
-        heights = {"oracle": 1.0} if study.references else {}
-        for label, command in study.runs.items():
-            if command not in runs:
-                continue
-            curves = [curve(rows, key) for rows in runs[command].values()]
-            if curves[0].shape[1] < 2:  # no iterations: a line
-                heights[label] = np.mean([each[1, -1] for each in curves])
-                continue
-            episodes = curves[0][0]
-            mean, low, high = interval([np.interp(episodes, *each) for each in curves])
-            (line,) = axis.plot(
-                episodes, mean, label=f"{label} ({len(curves)} seeds)", linewidth=1.6
-            )
-            axis.fill_between(episodes, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-            if study.references:
-                heights["start"] = mean[0]
-        for label, source in study.references:
-            if isinstance(source, int):
-                heights[label] = random_agent(source)
-            elif source in runs:
-                heights[label] = np.mean([float(rows[-1][key]) for rows in runs[source].values()])
-        labels = {}  # height: text; lines closer than the text is high share theirs
-        for label, height in sorted(heights.items(), key=lambda item: item[1]):
-            axis.axhline(height, color="gray", linestyle="--", linewidth=1)
-            near = next((other for other in labels if height - other < 0.03), None)
-            labels[height] = f"{labels.pop(near)}, {label}" if near is not None else label
-        for height, label in labels.items():
-            axis.annotate(label, (0.99, height), xycoords=("axes fraction", "data"), fontsize=8, ha="right",
-                          va="bottom", color="gray")  # fmt: skip
-        axis.set(xlabel="episodes", ylabel=key, ylim=(-0.02, 1.07))
-        axis.grid(alpha=0.3), axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8, loc=study.legend)
+    for axis, key in zip(axes[0], keys, strict=True):
+        panel(axis, key, study, runs)
     fig.suptitle(study.title, fontsize=11)
     fig.tight_layout()
-    for kind in ("svg", "png"):
-        fig.savefig(
-            args.results / f"{name}.{kind}",
-            dpi=150,
-            metadata={"Date": None} if kind == "svg" else None,
-        )
+    fig.savefig(args.results / f"{name}.svg", dpi=150, metadata={"Date": None})
+    fig.savefig(args.results / f"{name}.png", dpi=150)
     plt.close(fig)
+
+
+# ---- Main ----------------------------------------------------------------------------------------
+
+
+def refuse(message):
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def main(args):
     args.studies = args.studies or tuple(STUDIES)
-    unknown = set(args.studies) - set(STUDIES)
-    if unknown:
-        print(
-            f"error: --studies {' '.join(sorted(unknown))}: choose from {' '.join(STUDIES)}",
-            file=sys.stderr,
-        )
-        sys.exit(2)
+    if unknown := sorted(set(args.studies) - set(STUDIES)):
+        refuse(f"--studies {' '.join(unknown)}: choose from {' '.join(STUDIES)}")
     for flag, value in (("--seeds", args.seeds), ("--workers", args.workers)):
         if value is not None and value < 1:
-            print(f"error: {flag} {value} must be positive; try {flag} 2", file=sys.stderr)
-            sys.exit(2)
+            refuse(f"{flag} {value} must be positive; try {flag} 2")
     if not args.redraw:
         run_studies(args)
         collect(args)
@@ -509,16 +529,12 @@ def main(args):
             measure_signal(args)
     runs = load(args)
     if not runs:
-        print(
-            f"error: --results {args.results}: no runs.csv to draw from; leave out --redraw",
-            file=sys.stderr,
-        )
-        sys.exit(2)
+        refuse(f"--results {args.results}: no runs.csv to draw from; leave out --redraw")
     text = ""
-    for name in STUDIES:
+    for name, study in STUDIES.items():
         if name == "signal":
             text += signal_table(args) if (args.results / "signal.csv").exists() else ""
-        elif sum(command in runs for command in STUDIES[name].runs.values()) > 1:
+        elif sum(command in runs for command in study.runs.values()) > 1:
             text += tables(name, runs) + "\n"
             figure(name, runs, args)
     (args.results / "tables.md").write_text(text)

@@ -1,16 +1,18 @@
 """Controls of grpo.py: each must fail the way it should.
 
-    python benchmarks/controls.py swap runs/*/checkpoint.pt    # shows trained policies another task's tool output
-    python benchmarks/controls.py shuffle --seed 1             # trains on rewards shuffled within each group
-    python benchmarks/controls.py withhold --seed 1            # trains on BugFix whose tools answer nothing
+    python benchmarks/controls.py swap runs/*/checkpoint.pt    # another task's tool output
+    python benchmarks/controls.py shuffle --seed 1             # rewards shuffled in each group
+    python benchmarks/controls.py withhold --seed 1            # BugFix whose tools answer nothing
 
-swap: greedy success on the test tasks as they are, and with every observation replaced by what the same call would have
-returned in the next task. A policy that reads loses; one that edits by habit or by the prompt does not. shuffle and
-withhold take the flags of grpo.py; withheld observations are so in warm start, training and evaluation alike.
+swap: greedy success of trained policies on the test tasks as they are, and with every observation
+replaced by what the same call would have returned in the next task. A policy that reads loses; one
+that edits by habit or by the prompt does not. shuffle and withhold train, with the flags of
+grpo.py; withheld observations are so in warm start, training and evaluation alike.
 """
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -19,11 +21,11 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import grpo  # noqa: E402
-from grpo import BugFixEnv, TinyAgent, Tokenizer, episode_metrics, longest_episode, play  # noqa: E402
+from grpo import BugFixEnv, TinyAgent, Tokenizer, longest_episode, play  # noqa: E402
 
 
 class SwappedEnv(BugFixEnv):
-    """Acts on its own task, shows the observations of another: reset takes the pair (own, other)."""
+    """Acts on its own task, shows those of another: reset takes the pair (own, other)."""
 
     def reset(self, tasks):
         own, other = tasks
@@ -51,10 +53,8 @@ def shuffled(rollout):
 
     def wrapper(*inputs, **options):
         batch = rollout(*inputs, **options)
-        order, generator = (
-            torch.arange(len(batch.rewards)),
-            torch.Generator().manual_seed(int(batch.tokens.sum())),
-        )
+        order = torch.arange(len(batch.rewards))
+        generator = torch.Generator().manual_seed(int(batch.tokens.sum()))
         for group in batch.group_ids.unique():
             (rows,) = torch.where(batch.group_ids == group)
             order[rows] = rows[torch.randperm(len(rows), generator=generator)]
@@ -69,6 +69,13 @@ class Args:
     num_tasks: int = 512  # test tasks
 
 
+def success_rate(model, tokenizer, make_env, tasks):
+    """Share of the tasks that the policy solves, greedily."""
+    settings = dict(temperature=0, seed=0, context_length=longest_episode(make_env()))
+    batches = play(model, tokenizer, make_env, tasks, **settings)
+    return grpo.episode_metrics(batches)["success_rate"]
+
+
 def swap(args):
     drops = []
     for path in args.checkpoints:
@@ -78,25 +85,18 @@ def swap(args):
         sizes = {name: flags[name] for name in ("d_model", "n_layers", "n_heads")}
         model = TinyAgent(len(tokenizer.words), **sizes)
         model.load_state_dict(checkpoint["model"])
-        num_bugs = flags["num_bugs"]
-        options = dict(
-            max_turns=flags["max_turns"] or BugFixEnv.default_turns(num_bugs), num_bugs=num_bugs
-        )
-        tasks = [BugFixEnv.task("test", i, num_bugs) for i in range(args.num_tasks)]
-        success = []
-        for env_class, played in (
-            (BugFixEnv, tasks),
-            (SwappedEnv, list(zip(tasks, tasks[1:] + tasks[:1]))),
-        ):
-            batches = play(model, tokenizer, env_class, options, played, temperature=0, seed=0,
-                           context_length=longest_episode(BugFixEnv, options["max_turns"]))  # fmt: skip
-            success.append(episode_metrics(batches)["success_rate"])
-        drops.append(success[0] - success[1])
-        print(f"{path}: success {success[0]:.3f}, with another task's observations {success[1]:.3f}, "
-              f"drop {drops[-1]:.3f}")  # fmt: skip
+        options = {name: flags[name] for name in ("max_turns", "num_bugs")}
+        env = BugFixEnv(**options)
+        tasks = [env.task("test", i) for i in range(args.num_tasks)]
+        pairs = list(zip(tasks, tasks[1:] + tasks[:1], strict=True))
+        own = success_rate(model, tokenizer, partial(BugFixEnv, **options), tasks)
+        other = success_rate(model, tokenizer, partial(SwappedEnv, **options), pairs)
+        drops.append(own - other)
+        print(f"{path}: success {own:.3f}, with another task's observations {other:.3f}, ", end="")
+        print(f"drop {drops[-1]:.3f}")
     if len(drops) > 1:
-        print(f"drop over {len(drops)} checkpoints: min {min(drops):.3f}, median {median(drops):.3f}, "
-              f"max {max(drops):.3f}")  # fmt: skip
+        spread = f"min {min(drops):.3f}, median {median(drops):.3f}, max {max(drops):.3f}"
+        print(f"drop over {len(drops)} checkpoints: {spread}")
 
 
 if __name__ == "__main__":
