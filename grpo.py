@@ -703,7 +703,7 @@ def rollout(model, tokenizer, envs, tasks, group_ids, uniforms, *, temperature, 
     uniforms (B, max_turns * turn_tokens) decide the samples. What an environment raises is raised.
     """
     device, env = next(model.parameters()).device, envs[0]
-    stop_id = tokenizer.ids.get(env.stop)
+    stop_id = tokenizer.ids[env.stop] if env.stop else None
     tokens = [list(tokenizer.encode(e.reset(t)[0])[:context_length]) for e, t in zip(envs, tasks)]
     pending = [list(ids) for ids in tokens]  # not in the cache yet
     segments = [[len(ids)] for ids in tokens]  # lengths: prompt, then message and answer in turn
@@ -1184,7 +1184,8 @@ class Run:
         if args.resume:
             self.restore(args.resume, modules)
         try:
-            self.dir.mkdir(parents=True, exist_ok=True)
+            if self.is_first:
+                self.dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             refuse(f"--runs-dir {args.runs_dir}: {error.strerror}; try --runs-dir /tmp/runs")
         self.write("args.json", json.dumps(self.args, indent=2).encode())
@@ -1201,7 +1202,8 @@ class Run:
                 refuse(f"--resume: {flag} {self.args[name]}: {was} and keeps it; leave {flag} out")
         if self.iteration >= self.args["num_iterations"]:
             more = f"to go on, give --num-iterations {2 * self.iteration or 50}"
-            sys.exit(print(f"{path}: its last iteration, {self.iteration}, is done; {more}"))
+            print(f"{path}: its last iteration, {self.iteration}, is done; {more}")
+            sys.exit()
         changes = ", ".join(f"{name} {old[name]} -> {self.args[name]}" for name in changed)
         note = f" with {changes}; schedules follow num_iterations" if changed else ""
         print(f"resumed after iteration {self.iteration}{note}", flush=True)
