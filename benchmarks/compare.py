@@ -133,8 +133,7 @@ def planned(name, args):
 
 
 def start_of(command):
-    """Command whose checkpoint this one begins with, or None where the run's own warm start belongs
-    to the study."""
+    """Command whose checkpoint this one begins with, or None where it makes its own start."""
     if any(word in command for word in ("--warm-start-steps", "withhold", "--num-iterations 0")):
         return None
     return f"{START} --num-bugs 2" if "--num-bugs 2" in command else START
@@ -159,7 +158,7 @@ def python(*line, **options):
 
 def hardware():
     path = Path("/proc/cpuinfo")
-    name = re.search(r"^model name\s*:(.*)", path.read_text(), re.M) if path.exists() else None
+    name = re.search(r"^model name\s*:(.*)", path.read_text() if path.exists() else "", re.M)
     return f"{name[1].strip() if name else platform.processor()}, one thread"
 
 
@@ -202,8 +201,7 @@ def run_studies(args):
 
 
 def collect(args):
-    """Writes every finished run into one CSV, a row an iteration; what it holds of runs made
-    elsewhere stays in it."""
+    """Writes every finished run into runs.csv; what that holds of runs made elsewhere stays."""
     runs = load(args)
     commands = sorted({command for study in STUDIES.values() for command in study.runs.values()})
     for command in commands:
@@ -221,15 +219,14 @@ def rows_of(run_dir, labels):
     labels["seconds"] = round(labels["seconds"], 1)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     critic = lines[0].get("warm_start/critic_episodes", 0)  # they count: nobody else plays them
-    rows = []
-    for line in lines:
-        counts = {
-            "iteration": line["iteration"],
-            "episodes": line.get("charts/total_episodes", 0) + critic,
-            "sampled_tokens": line.get("charts/total_tokens", 0),
-        }
-        rows.append(labels | counts | {key: round(line[key], 5) for key in METRICS if key in line})
-    return rows
+    return [
+        labels
+        | {"iteration": line["iteration"]}
+        | {"episodes": line.get("charts/total_episodes", 0) + critic}
+        | {"sampled_tokens": line.get("charts/total_tokens", 0)}
+        | {key: round(line[key], 5) for key in METRICS if key in line}
+        for line in lines
+    ]
 
 
 def measure_signal(args):
@@ -314,22 +311,17 @@ def late(rows, key):
 
 
 def area(episodes, values, budget):
-    """Mean height of a curve over the first budget episodes, flat before its first point: the area
-    under it."""
+    """Mean height of a curve over the first budget episodes, flat before its first point."""
     x = np.array([0, *episodes[(0 < episodes) & (episodes < budget)], budget])
     return np.trapezoid(np.interp(x, episodes, values), x) / budget
 
 
 def episodes_to(threshold, episodes, values):
-    """Episodes to the first evaluation from which the curve reaches the threshold, linear in
-    between; inf if never."""
-    above = np.flatnonzero(values >= threshold)
-    if not len(above):
+    """Episodes until the curve first reaches the threshold, linear in between; inf if never."""
+    if not (values >= threshold).any():
         return np.inf
-    n = above[0]
-    if n == 0:
-        return episodes[0]
-    return np.interp(threshold, values[n - 1 : n + 1], episodes[n - 1 : n + 1])
+    n = np.argmax(values >= threshold)
+    return np.interp(threshold, values[: n + 1][-2:], episodes[: n + 1][-2:])
 
 
 def random_agent(num_bugs, num_tasks=512):
@@ -348,7 +340,7 @@ def random_agent(num_bugs, num_tasks=512):
     return solved / num_tasks
 
 
-# ---- Tables --------------------------------------------------------------------------------------
+# ---- Tables and figures --------------------------------------------------------------------------
 
 
 def show(values, form=".3f"):
@@ -396,8 +388,7 @@ def difference(first, second, budget):
 
 
 def tables(name, runs):
-    """The study's tables in Markdown: what the runs end with, learning speed, and differences
-    paired by seed."""
+    """The study's tables in Markdown: ends, learning speed, and differences paired by seed."""
     study = STUDIES[name]
     present = {label: command for label, command in study.runs.items() if command in runs}
     trained = [runs[command] for command in present.values() if "--num-iterations 0" not in command]
@@ -431,9 +422,8 @@ def signal_table(args):
     text = f"## {study.title}\n"
     for policy in dict.fromkeys(row["policy"] for row in rows):
         schemes = {}  # scheme: rows, one a seed
-        for row in rows:
-            if row["policy"] == policy:
-                schemes.setdefault(row["scheme"], []).append(row)
+        for row in (row for row in rows if row["policy"] == policy):
+            schemes.setdefault(row["scheme"], []).append(row)
         seeds = schemes["return"]
         success, informative = (column(seeds, key) for key in ("success", "informative_groups"))
         text += (
@@ -447,9 +437,6 @@ def signal_table(args):
             values += [column(seeds, key) for key in ("cosine", "norm", "tokens", "logprob")]
             text += f"| {scheme} | {' | '.join(show(each, '.3g') for each in values)} |\n"
     return text
-
-
-# ---- Figures -------------------------------------------------------------------------------------
 
 
 def panel(axis, key, study, runs):
@@ -505,9 +492,6 @@ def figure(name, runs, args):
     fig.savefig(args.results / f"{name}.svg", dpi=150, metadata={"Date": None})
     fig.savefig(args.results / f"{name}.png", dpi=150)
     plt.close(fig)
-
-
-# ---- Main ----------------------------------------------------------------------------------------
 
 
 def refuse(message):
