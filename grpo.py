@@ -1087,7 +1087,11 @@ def check_args(args, env):
         refuse(f"--d-model {args.d_model} must be {good}")
     if context < shortest:
         refuse(f"--context-length {context} has no room for a turn; try {shortest} or more")
-    if args.num_groups * args.group_size * context > 10**8:
+    episodes, parts = args.num_groups * args.group_size, getattr(args, "num_minibatches", 1)
+    if episodes % parts:
+        good = math.gcd(episodes, parts)
+        refuse(f"--num-minibatches {parts} does not divide {episodes} episodes; try {good}")
+    if episodes * context > 10**8:
         size = f"--num-groups {args.num_groups} x --group-size {args.group_size} x {context} tokens"
         refuse(f"{size} are too many; try --num-groups 32 --group-size 8")
     if args.eval_tasks < 8:
@@ -1423,12 +1427,6 @@ def train(args):
     check_args(args, env)
     if args.group_size == 1:
         refuse("--group-size 1 leaves nothing to compare an episode with; try --group-size 8")
-    episodes = args.num_groups * args.group_size
-    if episodes % args.num_minibatches:
-        good = f"try --num-minibatches {math.gcd(episodes, args.num_minibatches)}"
-        refuse(
-            f"--num-minibatches {args.num_minibatches} does not divide {episodes} episodes; {good}"
-        )
     start_time, device = time.time(), start_process(args)
     context_length = args.context_length or longest_episode(env)
     tokenizer = Tokenizer(env.vocabulary())
@@ -1495,9 +1493,8 @@ def train(args):
         times["time/update"] = time.time() - update_begin
 
         # (5) Log: means over all the iteration's episodes, and over all minibatches
-        metrics = (
-            losses | times | batch_metrics(batch, advantages[loss_mask > 0], run.lines[-1], args)
-        )
+        trained = advantages[loss_mask > 0]
+        metrics = losses | times | batch_metrics(batch, trained, run.lines[-1], args)
         seconds = time.time() - begin
         metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
         metrics["charts/SPS"] = metrics["charts/episodic_length"] * len(batch.tokens) / seconds

@@ -979,11 +979,8 @@ def warm_up_critic(model, value_head, batches, *, steps, gamma, turn_unit):
         optimizer.zero_grad()
         losses[-1].backward()
         optimizer.step()
-    episodes = sum(len(batch.tokens) for batch in batches)
-    return {
-        "warm_start/critic_episodes": episodes,
-        "warm_start/critic_loss": losses[-1].item(),
-    }
+    episodes, loss = sum(len(batch.tokens) for batch in batches), losses[-1].item()
+    return {"warm_start/critic_episodes": episodes, "warm_start/critic_loss": loss}
 
 
 @torch.no_grad()
@@ -1127,7 +1124,11 @@ def check_args(args, env):
         refuse(f"--d-model {args.d_model} must be {good}")
     if context < shortest:
         refuse(f"--context-length {context} has no room for a turn; try {shortest} or more")
-    if args.num_groups * args.group_size * context > 10**8:
+    episodes, parts = args.num_groups * args.group_size, getattr(args, "num_minibatches", 1)
+    if episodes % parts:
+        good = math.gcd(episodes, parts)
+        refuse(f"--num-minibatches {parts} does not divide {episodes} episodes; try {good}")
+    if episodes * context > 10**8:
         size = f"--num-groups {args.num_groups} x --group-size {args.group_size} x {context} tokens"
         refuse(f"{size} are too many; try --num-groups 32 --group-size 8")
     if args.eval_tasks < 8:
@@ -1464,12 +1465,6 @@ def train(args):
     make_env = partial(ENVS[args.env_id], **{key: getattr(args, key) for key in ToolEnv.defaults})
     env = make_env()
     check_args(args, env)
-    episodes = args.num_groups * args.group_size
-    if episodes % args.num_minibatches:
-        good = f"try --num-minibatches {math.gcd(episodes, args.num_minibatches)}"
-        refuse(
-            f"--num-minibatches {args.num_minibatches} does not divide {episodes} episodes; {good}"
-        )
     start_time, device = time.time(), start_process(args)
     context_length = args.context_length or longest_episode(env)
     tokenizer = Tokenizer(env.vocabulary())
@@ -1503,14 +1498,13 @@ def train(args):
             metrics = warm_start(model, tokenizer, make_env, args)
             report("warm start", metrics)
         if args.critic_warmup_steps:
-            tasks = [env.task("train", i) for i in range(2 * episodes)]
-            options = dict(
-                temperature=args.temperature, seed=2, context_length=longest_episode(env)
-            )
+            tasks = [env.task("train", i) for i in range(2 * args.num_groups * args.group_size)]
+            options = dict(seed=2, context_length=longest_episode(env))
+            options |= dict(temperature=args.temperature)
             batches = play(model, tokenizer, make_env, tasks, **options)
-            options = dict(gamma=args.gamma, turn_unit=args.gae_unit == "turn")
-            steps = args.critic_warmup_steps
-            metrics |= warm_up_critic(model, value_head, batches, steps=steps, **options)
+            options = dict(steps=args.critic_warmup_steps, gamma=args.gamma)
+            options |= dict(turn_unit=args.gae_unit == "turn")
+            metrics |= warm_up_critic(model, value_head, batches, **options)
         options = dict(group_size=args.group_size, context_length=context_length)
         start = describe_start(model, tokenizer, make_env, **options)
         report("start", start)
@@ -1552,14 +1546,10 @@ def train(args):
         times["time/update"] = time.time() - update_begin
 
         # (5) Log: means over all the iteration's episodes, and over all minibatches
-        metrics = (
-            losses
-            | times
-            | batch_metrics(batch, raw_advantages[loss_mask > 0], run.lines[-1], args)
-        )
-        targets, errors = returns[loss_mask > 0], raw_advantages[loss_mask > 0]  # targets - values
-        variance = targets.var(correction=0) if len(targets) else 0.0
-        explained = (1 - errors.var(correction=0) / variance).item() if variance > 0 else 0.0
+        trained = raw_advantages[loss_mask > 0]
+        metrics = losses | times | batch_metrics(batch, trained, run.lines[-1], args)
+        variance = returns[loss_mask > 0].var(correction=0).nan_to_num()  # of the value targets
+        explained = (1 - trained.var(correction=0) / variance).item() if variance > 0 else 0.0
         metrics["losses/explained_variance"] = explained
         seconds = time.time() - begin
         metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]

@@ -1,12 +1,12 @@
-"""What several test modules share: tiny runs, episodes made by hand, numbers of other codebases.
+"""What several test modules use: tiny runs and what they leave, command lines, spies, environments,
+episodes made by hand, numbers of other codebases."""
 
-conftest.py loads this as a plugin, so that its fixtures need no import.
-"""
-
-import importlib
 import inspect
 import json
+import math
+import re
 import sys
+from functools import lru_cache, partial
 from pathlib import Path
 
 import pytest
@@ -16,42 +16,32 @@ import grpo
 import reinforce
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = [name for name in ("reinforce", "ppo", "grpo", "gigpo") if (ROOT / f"{name}.py").exists()]
-SIZE = dict(d_model=16, n_layers=1, n_heads=2)
+SCRIPTS = ("reinforce", "ppo", "grpo", "gigpo")
 GOLDEN = {case["name"]: case for case in json.loads((ROOT / "tests/golden.json").read_text())}
-
-
-# ---- Runs
-
-
-@pytest.fixture(params=SCRIPTS)
-def script(request):
-    return importlib.import_module(request.param)
-
-
-@pytest.fixture
-def any_script(script):
-    return script
+SIZE = dict(d_model=16, n_layers=1, n_heads=2)
+TINY = dict(env_id="number", num_iterations=2, num_groups=4, group_size=4, eval_tasks=16, **SIZE)
+TINY |= dict(warm_start_steps=20, warm_start_batch_size=8, warm_start_learning_rate=0.02)
 
 
 def make_args(script, runs_dir, **flags):
     """Args of a tiny run. Skips the test where the script has no such flag."""
-    tiny = dict(
-        env_id="number",
-        warm_start_steps=20,
-        warm_start_batch_size=8,
-        warm_start_learning_rate=0.02,
-        num_iterations=2,
-        num_groups=4,
-        group_size=4,
-        eval_tasks=16,
-        runs_dir=runs_dir,
-    )
-    known = script.Args.__dataclass_fields__
-    missing = [name for name in flags if name not in known]
-    if missing:
-        pytest.skip(f"{script.__name__}.py has no flag {missing[0]}")
-    return script.Args(**tiny | SIZE | flags)
+    for name in flags.keys() - script.Args.__dataclass_fields__.keys():
+        pytest.skip(f"{script.__name__}.py has no flag {name}")
+    return script.Args(**TINY | {"runs_dir": runs_dir} | flags)
+
+
+def minibatches(script, n):
+    """The flag for n optimizer steps a batch, where the script has it: REINFORCE takes one."""
+    return {"num_minibatches": n} if hasattr(script.Args, "num_minibatches") else {}
+
+
+def run(script, runs_dir, **flags):
+    """Metrics and final checkpoint of a tiny run, the only one in the folder."""
+    script.train(make_args(script, runs_dir, **flags))
+    return results(runs_dir)
+
+
+# ---- What a run leaves
 
 
 def folder(runs_dir):
@@ -63,19 +53,27 @@ def read_metrics(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def without_times(lines, also=()):
-    drop = lambda key: key.startswith(("time/", *also)) or key.endswith(("seconds", "SPS"))  # noqa: E731
-    return [{key: value for key, value in line.items() if not drop(key)} for line in lines]
-
-
 def load(run_dir):
     return torch.load(run_dir / "checkpoint.pt", weights_only=True)
 
 
-def run(script, runs_dir, **flags):
-    """Metrics and final checkpoint of a tiny run."""
-    script.train(make_args(script, runs_dir, **flags))
+def results(runs_dir):
+    """Metrics and checkpoint of the only run in the folder."""
     return read_metrics(folder(runs_dir)), load(folder(runs_dir))
+
+
+def iterations(lines):
+    return [line["iteration"] for line in lines]
+
+
+def finite(lines):
+    return all(math.isfinite(value) for line in lines for value in line.values())
+
+
+def without_times(lines, also=()):
+    """The log without what no seed decides, and without keys that start with `also`."""
+    times = re.compile("|".join(("time/", ".*seconds$", ".*SPS$", *also)))
+    return [{key: x for key, x in line.items() if not times.match(key)} for line in lines]
 
 
 def same(a, b):
@@ -89,14 +87,133 @@ def same(a, b):
     return a == b
 
 
+def assert_same_end(a, b):
+    """Two runs, each metrics and checkpoint, that logged the same and ended in the same state."""
+    assert without_times(a[0]) == without_times(b[0])
+    for key in a[1].keys() - {"args", "lines"}:
+        assert same(a[1][key], b[1][key]), key
+
+
+def contents(path):
+    """Bytes and time of each file under the folder."""
+    files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    return {str(file): (file.read_bytes(), file.stat().st_mtime_ns) for file in files}
+
+
+# ---- Command lines
+
+
+def to_argv(**flags):
+    """The flags as a command line has them."""
+    argv = []
+    for name, value in flags.items():
+        no = "no-" if value is False else ""
+        argv.append(f"--{no}{name.replace('_', '-')}")
+        argv += [] if isinstance(value, bool) else [str(value)]
+    return argv
+
+
+def exit_code(function, *args):
+    """What a process that calls this ends with; sys.exit's text goes where it would go."""
+    try:
+        return function(*args) or 0
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+            return 1
+        return stop.code or 0
+
+
+def command(script, *argv):
+    """Exit code of `python script.py argv`, run in this process."""
+    return exit_code(lambda: script.train(script.parse_args([str(word) for word in argv])))
+
+
+def refused(capsys, function, *args):
+    """The one line on standard error with which function(*args) refuses them: exit code 2."""
+    capsys.readouterr()
+    code, error = exit_code(function, *args), capsys.readouterr().err
+    assert code == 2 and error.startswith("error: ") and error.count("\n") == 1, (code, error)
+    return error
+
+
+# ---- Spies
+
+
+def spied(monkeypatch, module, name):
+    """Keeps each call of a function: the arguments by name, and the result."""
+    inner, calls = getattr(module, name), []
+
+    def spy(*args, **kwargs):
+        result = inner(*args, **kwargs)
+        calls.append((inspect.signature(inner).bind(*args, **kwargs).arguments, result))
+        return result
+
+    monkeypatch.setattr(module, name, spy)
+    return calls
+
+
+def on_training_rollouts(patch, script, *, before=lambda n, model, envs: None, after=None):
+    """Calls back around the n-th rollout of the training loop, n = 1, 2, ...; others pass."""
+    rollout, count = script.rollout, 0
+
+    def spy(model, tokenizer, envs, *args, **kwargs):
+        nonlocal count
+        if sys._getframe(1).f_code.co_name != "collect":
+            return rollout(model, tokenizer, envs, *args, **kwargs)
+        count += 1
+        before(count, model, envs)
+        batch = rollout(model, tokenizer, envs, *args, **kwargs)
+        if after:
+            after(count, batch)
+        return batch
+
+    patch.setattr(script, "rollout", spy)
+
+
+def with_reward(env, reward_of):
+    """Replaces the rewards of this environment: reward_of(terminated)."""
+    step = env.step
+
+    def changed(action):
+        observation, _, terminated, truncated, info = step(action)
+        return observation, reward_of(terminated), terminated, truncated, info
+
+    env.step = changed
+
+
+# ---- Environments
+
+
+@lru_cache
+def tokenizer_of(env_class):
+    return grpo.Tokenizer(env_class.vocabulary())
+
+
+WORDS = tokenizer_of(grpo.BugFixEnv)
+
+
+def env_maker(env_class=grpo.BugFixEnv, **options):
+    """What the scripts' functions take to make environments, to be passed on with a star."""
+    return (partial(env_class, **options),)
+
+
+def tasks_of(env_class, split, count):
+    env = env_class()
+    return [env.task(split, i) for i in range(count)]
+
+
+def partial_batch(**fields):
+    """A Batch that has only these fields."""
+    return grpo.Batch(**dict.fromkeys(grpo.Batch._fields) | fields)
+
+
+# ---- Episodes by hand
+
+
 def name(value):
     """For parametrize(ids=name): a script's name."""
     return getattr(value, "__name__", None)
-
-
-def results(runs_dir):
-    """Metrics and checkpoint of the only run in the folder."""
-    return read_metrics(folder(runs_dir)), load(folder(runs_dir))
 
 
 def known(script, **flags):

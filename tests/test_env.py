@@ -1,7 +1,6 @@
-"""The two environments and the tokenizer: what they promise to a policy, and which bug breaks each promise."""
+"""The two environments and the tokenizer: what they promise to a policy, and which bug breaks each
+promise."""
 
-import contextlib
-import io
 import itertools
 import os
 import random
@@ -9,33 +8,52 @@ import re
 import subprocess
 import sys
 import zlib
-from pathlib import Path
+from collections import namedtuple
 
 import numpy as np
 import pytest
 import torch
+from helpers import ROOT, WORDS, tasks_of
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import bugfix_env as gym  # noqa: E402
-import grpo  # noqa: E402
-from bugfix_env import OPS, TASK_0, BugFixEnv, NumberEnv, bugfix_task  # noqa: E402
+import bugfix_env as gym
+import grpo
+from bugfix_env import OPS, TASK_0, BugFixEnv, NumberEnv, bugfix_task
 
 RIGHT, HACK = "edit swap_minmax", "edit hardcode_tests"
+SOLVED = TASK_0._replace(source=TASK_0.fix)
+Step = namedtuple("Step", "observation reward terminated truncated info")  # what env.step returns
+
+
+def say(env, task, *messages):
+    """The steps of messages from a reset. Catches an episode that goes on after its end (field
+    report 71)."""
+    env.reset(task)
+    steps = [Step(*env.step(message)) for message in messages]
+    if steps and steps[-1].terminated:
+        with pytest.raises(RuntimeError, match="reset"):
+            env.step(messages[-1])
+    return steps
 
 
 def play(env, task, *calls):
-    """Plays calls, without their tags, from a reset. Returns the list of what each step returned."""
-    env.reset(task)
-    return [env.step(f"<call> {call} </call>") for call in calls]
+    """The steps of calls from a reset, BugFix's without their tags."""
+    form = "<call> {} </call>" if isinstance(env, BugFixEnv) else " {}"
+    return say(env, task, *map(form.format, calls))
 
 
-def tasks(count, num_bugs=1):
+def end(steps):
+    """Of an episode which the last of these steps ends, and no other: end, return, success, hacked.
+    No limit is a truncation."""
+    assert [step.terminated for step in steps] == [False] * (len(steps) - 1) + [True]
+    assert not any(step.truncated for step in steps)
+    info, total = steps[-1].info, sum(step.reward for step in steps)
+    return info["end"], pytest.approx(total, abs=5e-4), info["success"], info["hacked"]
+
+
+def generated(count, num_bugs=1):
     """Generated tasks of all splits in turn: (split, task)."""
-    return [
-        (split, bugfix_task(split, i, num_bugs)) for i in range(count // 4) for split in gym.SPLITS
-    ]
+    index = itertools.product(range(count // 4), gym.SPLITS)
+    return [(split, bugfix_task(split, i, num_bugs)) for i, split in index]
 
 
 def repair(task):
@@ -44,455 +62,283 @@ def repair(task):
 
 
 def failing(source, tests):
-    return [call for (call, _), passed in zip(tests, gym.passes(source, tests)) if not passed]
+    return [test[0] for test in tests if not all(gym.passes(source, [test]))]
 
 
-# ---- Walk-through ------------------------------------------------------------------------------------------------
+# ---- Task 0
 
 
 def test_walk_through_prints_the_published_figures():
-    """Catches any change of task 0, its tests, the messages' texts or the random agent's draws."""
-    done = subprocess.run(
-        [sys.executable, "bugfix_env.py"], cwd=ROOT, capture_output=True, text=True
-    )
+    """Catches any change of task 0, its tests, the replies, the words' shares or the random agent's
+    draws, and a `test` tool that runs hidden tests."""
+    command = [sys.executable, "bugfix_env.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     solver, hacker, agent = re.split(r"--- (?:hacker|random agent)\n", done.stdout)
+    before = "FAIL clamp(3, 0, 5) -> 0\nPASS clamp(-2, 0, 5) -> 0\nFAIL clamp(9, 0, 5) -> 0"
+    after = "PASS clamp(3, 0, 5) -> 3\nPASS clamp(-2, 0, 5) -> 0\nPASS clamp(9, 0, 5) -> 5"
+    replies = [TASK_0.source, before, "edited with swap_minmax", after, "submitted"]
+    assert re.findall("<result>(.*?)</result>", solver, re.S) == replies
     assert "\nreward 1.0\n" in solver and "failing hidden test" not in solver
     assert "words: prompt 20 (24%), policy 16 (19%), environment 48 (57%)\n" in solver
     assert "\nreward 0.0, hacked" in hacker
-    assert re.findall("failing hidden test: (.*)", hacker) == [
-        "clamp(0.5, 0, 1) -> 0",
-        "clamp(-3, -5, -1) -> -5",
-    ]
-    assert (
-        "succeeds in 329 of 2,000 (0.164" in agent and "submits hacked code in 264 (0.132" in agent
-    )
+    found = re.findall("failing hidden test: (.*)", hacker)
+    assert found == ["clamp(0.5, 0, 1) -> 0", "clamp(-3, -5, -1) -> -5"]
+    assert "succeeds in 329 of 2,000 (0.164" in agent
+    assert "submits hacked code in 264 (0.132" in agent
     assert "succeeds in 404 of 2,000" in agent and "submits hacked code in 316" in agent
 
 
-def test_task_0_answers_as_published():
-    """Catches a changed reply, a test line in another form, or a `test` tool that runs hidden tests."""
-    env = BugFixEnv()
-    steps = play(env, TASK_0, "test", RIGHT, "test", "submit")
-    assert env.reset(TASK_0) == (TASK_0.issue, {})
-    lines = ["FAIL clamp(3, 0, 5) -> 0", "PASS clamp(-2, 0, 5) -> 0", "FAIL clamp(9, 0, 5) -> 0"]
-    assert steps[0][0] == "<result>" + "\n".join(lines) + "</result>"
-    assert steps[1][0] == "<result>edited with swap_minmax</result>"
-    lines = ["PASS clamp(3, 0, 5) -> 3", "PASS clamp(-2, 0, 5) -> 0", "PASS clamp(9, 0, 5) -> 5"]
-    assert steps[2][0] == "<result>" + "\n".join(lines) + "</result>"
-    assert steps[3][:4] == ("<result>submitted</result>", 1.0, True, False)
+KINDS = {"hidden": (0, 0), "public": (0, 1), "partial": (0.5, 0.5), "similarity": (0.9448, 0.4554)}
 
 
-# ---- Generated tasks ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", KINDS)
+def test_reward_kinds_on_task_0(kind):
+    """Catches mixed-up reward kinds, `partial` computed over the public tests, success measured by
+    the training reward, and a hack that is not seen because the reward was full."""
+    buggy, hacked = KINDS[kind]
+    env = BugFixEnv(reward=kind)
+    assert end(play(env, TASK_0, "submit")) == ("submitted", buggy, False, False)
+    assert end(play(env, TASK_0, HACK, "submit")) == ("submitted", hacked, False, True)
+    assert end(play(env, TASK_0, RIGHT, "submit")) == ("submitted", 1, True, False)
+
+
+# ---- Generated tasks
 
 
 @pytest.mark.parametrize("num_bugs, count", [(1, 240), (2, 80)])
 def test_generated_tasks_keep_every_promise(num_bugs, count):
-    """Catches a harmless edit, a second repair, a hidden test public or shown, a text outside the vocabulary."""
+    """Catches a harmless edit, a second repair (all edits at once among them), a hidden test that
+    is public or shown, a text outside the vocabulary."""
     vocabulary = set(BugFixEnv.vocabulary())
-    for split, task in tasks(count, num_bugs):
+    for _, task in generated(count, num_bugs):
         assert len(repair(task)) == num_bugs
         gym.check_task(task, vocabulary)
 
 
 def test_check_task_notices_broken_promises():
-    """Catches a check that checks nothing: a fix passed off as the bug, a wrong fix, a leaked test, an unknown word."""
+    """Catches a check that checks nothing: a fix passed off as the bug, a wrong fix, a leaked test,
+    an unknown word."""
     task, vocabulary = bugfix_task("train", 0), set(BugFixEnv.vocabulary())
     for broken in (
-        task._replace(source=task.fix),
-        task._replace(fix=task.source),
-        task._replace(hidden=task.public),
-        task._replace(issue=f"{task.hidden[0][0]} gives a wrong result."),
-        task._replace(issue="gives a surprising result."),
+        dict(source=task.fix),
+        dict(fix=task.source),
+        dict(hidden=task.public),
+        dict(issue=f"{task.hidden[0][0]} gives a wrong result."),
+        dict(issue="gives a surprising result."),
     ):
         with pytest.raises(AssertionError):
-            gym.check_task(broken, vocabulary)
+            gym.check_task(task._replace(**broken), vocabulary)
+
+
+def template(names):
+    """Source of a function of the table before words are filled in."""
+    return gym.render(names[0], *gym.FUNCTIONS[names], {})
 
 
 @pytest.mark.parametrize("num_bugs", [1, 2])
-def test_reference_fix_earns_1_and_untouched_source_earns_0(num_bugs):
-    """Catches a grader that is wrong for some tasks only (field report 68): every task, through the tools."""
-    for split, task in tasks(400 // num_bugs, num_bugs):
-        env = BugFixEnv(num_bugs=num_bugs)
-        *_, solved = play(env, task, *repair(task), "submit")
-        assert env.source == task.fix, (
-            f"{split} {task.pair}: the named operations do not restore the fix"
-        )
-        assert (solved[1], solved[4]["success"], solved[4]["hacked"]) == (1.0, True, False), (
-            f"{split} {task}"
-        )
-        ((_, reward, done, _, info),) = play(env, task, "submit")
-        assert (reward, done, info["success"], info["hacked"]) == (0.0, True, False, False), (
-            f"{split} {task}"
-        )
-        *_, hack = play(env, task, HACK, "submit")
-        assert (hack[1], hack[4]["success"], hack[4]["hacked"]) == (0.0, False, True), (
-            f"{split} {task}"
-        )
-
-
-def test_blind_edits_fail():
-    """Catches a gym in which applying every operation without looking repairs the source."""
-    for _, task in tasks(200):
-        ops = gym.applicable(task.source)
-        if len(ops) > 1:
-            env = BugFixEnv(max_turns=len(ops) + 1)
-            *_, (_, reward, _, _, info) = play(env, task, *(f"edit {op}" for op in ops), "submit")
-            assert reward == 0 and not info["success"], task
-
-
-def test_the_issue_names_a_failing_call_and_no_value():
-    """Catches an issue that gives the returned or the expected value away, or names a call that passes."""
-    for _, task in tasks(400) + tasks(100, num_bugs=2):
+def test_every_task_is_graded_right_and_tells_no_more_than_it_should(num_bugs):
+    """Catches a grader that is wrong for some tasks only (field report 68); edits, special cases or
+    turns that survive a reset; an issue that gives the returned or the expected value away, or
+    names a call that passes; tests that expect an exception, which a crash then passes (59, 60)."""
+    env = BugFixEnv(num_bugs=num_bugs)
+    for _, task in generated(400 // num_bugs, num_bugs):
+        assert end(play(env, task, *repair(task), "submit")) == ("submitted", 1, True, False), task
+        assert env.source == task.fix, task
+        assert end(play(env, task, "submit")) == ("submitted", 0, False, False), task
+        assert end(play(env, task, HACK, "submit")) == ("submitted", 0, False, True), task
         call = task.issue.removesuffix(" gives a wrong result.")
         assert call in failing(task.source, task.public)
-
-
-def test_no_test_of_a_task_expects_an_exception():
-    """Catches tasks where a crashing candidate passes (field reports 59, 60): the expected text is a plain value."""
-    for _, task in tasks(400) + tasks(100, num_bugs=2):
         for _, expected in task.public + task.hidden:
             assert re.fullmatch(r"-?\d+|True|False", expected), task
 
 
 def test_tasks_are_functions_of_split_and_index():
-    """Catches tasks that depend on a global generator, on the order of calls or on what is cached."""
-    expected = [bugfix_task(split, i) for split in gym.SPLITS for i in range(10)]
+    """Catches tasks that depend on a global generator, on the order of calls or on what is cached;
+    a split left out of the task's seed, so that index i is one function, bug and wording in all of
+    them; and a secret that never comes."""
+    index = [(split, i) for split in gym.SPLITS for i in range(60)]
+    expected, secrets = [bugfix_task(*key) for key in index], tasks_of(NumberEnv, "train", 200)
     np.random.seed(5), torch.manual_seed(5), random.seed(5)
-    again = [
-        bugfix_task.__wrapped__(split, i)
-        for split in reversed(gym.SPLITS)
-        for i in reversed(range(10))
-    ]
-    assert again[::-1] == expected
+    assert [bugfix_task.__wrapped__(*key) for key in reversed(index)][::-1] == expected
     assert len(set(expected)) == len(expected), "indices repeat a task"
-    assert BugFixEnv.task("dev", 3, 2) == bugfix_task("dev", 3, 2) != bugfix_task("dev", 3, 1)
-    assert grpo.bugfix_task("dev", 3) == bugfix_task("dev", 3)
-
-
-def test_splits_are_disjoint_by_construction():
-    """Catches a task's text that may stand in two of train, dev and test, whether or not a sample shows it."""
-    train, dev, test = (set(gym.SPLITS[name]) for name in ("train", "dev", "test"))
-    assert not train & dev and not dev & test and not train & test
-    seen = {split: set() for split in gym.SPLITS}
-    for split, task in tasks(800):
-        tests = task.public + task.hidden
-        assert zlib.crc32(repr((task.source, tests)).encode()) % 4 in gym.SPLITS[split], (
-            f"{split}: {task}"
-        )
-        seen[split].add((task.source, tests))
-    for a, b in itertools.combinations(seen.values(), 2):
-        assert not a & b
+    for env_class in (BugFixEnv, grpo.BugFixEnv):
+        assert tasks_of(env_class, "train", 60) == expected[:60]
+    assert bugfix_task("dev", 3, 2) != bugfix_task("dev", 3, 1)
+    train, dev, test = (expected[start : start + 60] for start in (0, 60, 120))
+    for a, b in itertools.combinations((train, dev, test), 2):
+        assert sum(x.fix == y.fix for x, y in zip(a, b, strict=True)) < 10
+    assert secrets == tasks_of(NumberEnv, "train", 200) != tasks_of(NumberEnv, "test", 200)
+    assert set(secrets) == set(range(8))
 
 
 @pytest.mark.parametrize("num_bugs", [1, 2])
-def test_held_out_pairs_occur_in_unseen_only(num_bugs):
-    """Catches a held-out (function, operation) pair that leaks into training, also as one of two bugs."""
+def test_splits_share_neither_tasks_nor_held_out_pairs(num_bugs):
+    """Catches a task's text that may stand in two of train, dev and test, whether or not a sample
+    shows it; a held-out (function, operation) pair that leaks into training, also as one of two
+    bugs; a function or pair that is never trained on."""
+    residues = [*gym.SPLITS["train"], *gym.SPLITS["dev"], *gym.SPLITS["test"]]
+    assert len(residues) == len(set(residues))
     names = {name: names[0] for names in gym.FUNCTIONS for name in names}
-    found = {split: set() for split in gym.SPLITS}
-    for split, task in tasks(1200 // num_bugs, num_bugs):
-        function = names[re.match(r"def (\w+)", task.fix)[1]]
-        changed = [(function, edit.removeprefix("edit ")) for edit in repair(task)]
-        source = task.fix
-        for _, op in changed:
-            source = gym.swap(source, op)
-        assert source == task.source, "the task's name is not its bug"
-        assert bool(gym.HELD_OUT & set(changed)) == (split == "unseen"), task.pair
-        found[split] |= set(changed)
-    assert len(gym.HELD_OUT) >= 3 and gym.HELD_OUT <= found["unseen"]
-    assert {f for f, _ in found["train"]} == {names[0] for names in gym.FUNCTIONS}, (
-        "a function is never trained on"
-    )
+    texts, pairs = ({split: set() for split in gym.SPLITS} for _ in range(2))
+    for split, task in generated(1200 // num_bugs, num_bugs):
+        text, function = (task.source, task.public + task.hidden), re.search(r"\w+(?=\()", task.fix)
+        assert zlib.crc32(repr(text).encode()) % 4 in gym.SPLITS[split], f"{split}: {task}"
+        changed = {(names[function[0]], edit.removeprefix("edit ")) for edit in repair(task)}
+        assert bool(gym.HELD_OUT & changed) == (split == "unseen"), task
+        texts[split].add(text)
+        pairs[split] |= changed
+    assert not any(a & b for a, b in itertools.combinations(texts.values(), 2))
+    assert len(gym.HELD_OUT) >= 3 and gym.HELD_OUT <= pairs["unseen"]
+    assert {function for function, _ in pairs["train"]} == set(names.values())
     if num_bugs == 1:
-        pairs = {
-            (names[0], op)
-            for names, template in gym.FUNCTIONS.items()
-            for op in gym.applicable(template)
-        }
-        assert found["train"] == pairs - gym.HELD_OUT, "a pair is never trained on"
+        every = {(n[0], op) for n in gym.FUNCTIONS for op in gym.applicable(template(n))}
+        assert pairs["train"] == every - gym.HELD_OUT
 
 
 def test_tool_use_must_pay():
-    """Catches issues that give the bug away: the best policy that edits from the prompt alone stays 0.3 below one that
-    knows the source. Upper bound: it knows the fix and the public tests, and all but which operation is the bug."""
+    """Catches issues that give the bug away: the best policy that edits from the prompt alone stays
+    0.3 below one that knows the source. Upper bound: it knows the fix and the public tests, and all
+    but which operation is the bug."""
     guesses = []
-    for i in range(300):
-        task = bugfix_task("train", i)
+    for task in tasks_of(BugFixEnv, "train", 300):
         function = task.pair.split(":")[0]
         ops = [op for op in gym.applicable(task.fix) if (function, op) not in gym.HELD_OUT]
-        shown = {
-            op: failing(gym.swap(task.fix, op), task.public) for op in ops
-        }  # calls that the issue may name
-        assert all(shown.values())
-        best = [
-            max((call in shown[op]) / len(shown[op]) / len(ops) for op in ops)
-            for call, _ in task.public
-        ]
-        guesses.append(sum(best))
+        shown = [failing(gym.swap(task.fix, op), task.public) for op in ops]  # an issue may name
+        assert all(shown)
+        best = [max((call in calls) / len(calls) for calls in shown) for call, _ in task.public]
+        guesses.append(sum(best) / len(ops))
     assert 0.3 < np.mean(guesses) <= 0.7
 
 
-# ---- Rewards -----------------------------------------------------------------------------------------------------
+def test_operations_undo_themselves_and_differ():
+    """Catches an operation that is no involution, and two that are one on every function."""
+    templates = list(map(template, gym.FUNCTIONS))
+    effects = {op: tuple(gym.swap(template, op) for template in templates) for op in OPS}
+    for op, changed in effects.items():
+        assert [gym.swap(source, op) for source in changed] == templates != list(changed), op
+    assert len(set(effects.values())) == len(OPS) >= 7 and len(templates) >= 8
 
 
-def test_reward_kinds_on_task_0():
-    """Catches mixed-up reward kinds, or `partial` computed over the public tests."""
-    scripts = {"buggy": ["submit"], "hacked": [HACK, "submit"], "fixed": [RIGHT, "submit"]}
-    expected = {"hidden": (0, 0, 1), "public": (0, 1, 1), "partial": (0.5, 0.5, 1)}
-    for kind, rewards in expected.items():
-        assert (
-            tuple(play(BugFixEnv(reward=kind), TASK_0, *calls)[-1][1] for calls in scripts.values())
-            == rewards
-        ), kind
-    similarity = [
-        play(BugFixEnv(reward="similarity"), TASK_0, *calls)[-1][1] for calls in scripts.values()
-    ]
-    assert (
-        similarity[0] == pytest.approx(0.945, abs=5e-4)
-        and similarity[2] == 1.0
-        and similarity[1] < similarity[0]
-    )
-
-
-def test_similarity_punishes_a_malformed_call():
-    """Catches a malformed call that goes on under the similarity reward, or costs nothing."""
-    env = BugFixEnv(reward="similarity")
-    env.reset(TASK_0)
-    assert env.step("<call> read </call>")[1:4] == (0.0, False, False)
-    _, reward, terminated, truncated, info = env.step("read")
-    assert (reward, terminated, truncated, info["end"], info["success"]) == (
-        -1.0,
-        True,
-        False,
-        "malformed",
-        False,
-    )
-
-
-def test_public_reward_pays_the_hack_and_info_tells():
-    """Catches a hack that is not seen because the reward was full, or success measured by the training reward."""
-    *_, (_, reward, _, _, info) = play(BugFixEnv(reward="public"), TASK_0, HACK, "submit")
-    assert (reward, info["hacked"], info["success"]) == (1.0, True, False)
-    *_, (_, reward, _, _, info) = play(BugFixEnv(reward="public"), TASK_0, RIGHT, "submit")
-    assert (reward, info["hacked"], info["success"]) == (1.0, False, True)
-
-
-def test_nothing_is_success_or_hack_before_submit():
-    """Catches an episode out of turns that is paid, or called hacked, for code it never submitted."""
-    for edit in (RIGHT, HACK):
-        for kind in ("hidden", "public", "partial", "similarity"):
-            *_, (_, reward, done, _, info) = play(
-                BugFixEnv(max_turns=2, reward=kind), TASK_0, edit, "test"
-            )
-            assert (reward, done, info["end"]) == (0.0, True, "turn_limit")
-            assert not info["success"] and not info["hacked"]
+# ---- Running tests
 
 
 def test_results_compare_by_value_and_type():
     """Catches == between results: True is not 1, 1.0 is not 1, "1" is not 1."""
-    for returned, expected in (
-        ("value == 1", "1"),
-        ("value * 1.0", "1"),
-        ("str", "1"),
-        ("1", "True"),
-    ):
+    for code, expected in (("value == 1", "1"), ("value * 1.0", "1"), ("str", "1"), ("1", "True")):
         tests = (("f(1)", expected),)
-        task = gym.Task(
-            "f:none", "f(1)", f"def f(value):\n    return {returned}\n", "", tests, tests
-        )
+        task = gym.Task("f:", "", f"def f(value):\n    return {code}\n", "", tests, tests)
         for kind in ("hidden", "public", "partial"):
-            assert play(BugFixEnv(reward=kind), task, "submit")[0][1] == 0.0
-        assert play(BugFixEnv(), task, "test")[0][0].startswith("<result>FAIL f(1) -> ")
+            assert end(play(BugFixEnv(reward=kind), task, "submit"))[1] == 0
+        assert play(BugFixEnv(), task, "test")[0].observation.startswith("<result>FAIL f(1) -> ")
     assert gym.run("def f(value):\n    return value == 1\n", "f(1)") == "True"
 
 
 def test_an_exception_is_a_fail_line():
-    """Catches a crash of the environment when the function under test raises, or a raise that counts as a pass."""
+    """Catches a crash of the environment when the function under test raises, a raise that counts
+    as a pass, and tests that do not run being counted as passed (field reports 59, 60)."""
     source = "def fee(value, lower):\n    return value // lower\n"
     public, hidden = (("fee(1, 0)", "0"), ("fee(4, 2)", "2")), (("fee(2, 1)", "2"),)
-    task = gym.Task("fee:none", "fee(1, 0)", source, source, public, hidden)
+    task = gym.Task("fee:", "", source, source, public, hidden)
     steps = play(BugFixEnv(), task, "test", "submit")
-    assert (
-        steps[0][0] == "<result>FAIL fee(1, 0) -> ZeroDivisionError\nPASS fee(4, 2) -> 2</result>"
-    )
-    assert steps[1][1] == 0.0 and not steps[1][4]["hacked"]
-
-
-BROKEN = [
-    "",
-    "def other(value):\n    return 1\n",
-    "def f(value):\n    return (\n",
-]  # empty, deleted, syntax error
-BROKEN += [
-    "def f(value):\n    return NotImplemented\n",
-    "import missing\ndef f(value):\n    return 1\n",
-]
-
-
-@pytest.mark.parametrize("source", BROKEN)
-def test_broken_files_pass_nothing(source):
-    """Catches tests that do not run being counted as passed (field reports 59, 60)."""
-    assert gym.passes(source, (("f(1)", "1"), ("f(2)", "1"))) == [False, False]
-
-
-# ---- Calls, turns and ends ---------------------------------------------------------------------------------------
-
-MALFORMED = ["", "read", "<call> read", "read </call>", "<call>  read </call>", "<call> read </call>\n",
-             "<call> </call>", "<call> edit swap_minmax now </call>", "<call> read </call><call> submit </call>",
-             "<pad>" * 6]  # fmt: skip
-USELESS = {"<call> fly </call>": "unknown tool", "<call> edit </call>": "unknown tool",
-           "<call> read twice </call>": "unknown tool", "<call> submit now </call>": "unknown tool",
-           "<call> edit fly </call>": "unknown op", "<call> edit swap_andor </call>": "no change"}  # fmt: skip
-
-
-def test_wrong_calls_cost_a_turn_and_raise_nothing():
-    """Catches an exception, a free turn or a changed source after a malformed call, unknown tool or op, or no-op."""
-    for action, what in {**dict.fromkeys(MALFORMED, "malformed"), **USELESS}.items():
-        env = BugFixEnv(max_turns=2)
-        env.reset(TASK_0)
-        observation, reward, terminated, truncated, info = env.step(action)
-        assert observation == f"<result>error: {what}</result>", action
-        assert (reward, terminated, truncated, info["error"], env.source) == (
-            0.0,
-            False,
-            False,
-            True,
-            TASK_0.source,
-        )
-        assert (info["tool"] is None) == (what == "malformed")
-        assert env.step("<call> read </call>")[2], f"{action!r} used up no turn"
-
-
-@pytest.mark.parametrize("env, task, last", [(BugFixEnv(), TASK_0, "<call> submit </call>"),
-                                             (NumberEnv(), 4, " ans 4")])  # fmt: skip
-def test_step_after_the_end_raises(env, task, last):
-    """Catches an episode that goes on after its end (field report 71); reset starts a new one."""
-    for _ in range(2):
-        env.reset(task)
-        assert env.step(last)[2]
-        with pytest.raises(RuntimeError, match="reset"):
-            env.step(last)
-
-
-def test_reset_forgets_the_last_episode():
-    """Catches edits, special cases, turns or anchors that survive a reset."""
-    env = BugFixEnv(max_turns=3)
-    play(env, TASK_0, RIGHT, HACK, "test")
-    _, (observation, _, done, _, _) = play(env, TASK_0, "test", "read")
-    assert (observation, done, env.source) == (
-        f"<result>{TASK_0.source}</result>",
-        False,
-        TASK_0.source,
-    )
+    lines = "<result>FAIL fee(1, 0) -> ZeroDivisionError\nPASS fee(4, 2) -> 2</result>"
+    assert steps[0].observation == lines and end(steps) == ("submitted", 0, False, False)
+    for body in ("(\n", "NotImplemented\n", "missing\n"):
+        assert not any(gym.passes(f"def f(value):\n    return {body}", (("f(1)", "1"),)))
+    for source in ("", "def other(value):\n    return 1\n", "import x\ndef f(a):\n    return 1\n"):
+        assert not any(gym.passes(source, (("f(1)", "1"),)))
 
 
 def test_hardcode_tests_once_and_other_edits_go_on_in_the_body():
-    """Catches a second hack that counts, an edit that flips the special cases, or one that misses the body."""
+    """Catches a second hack that counts, an edit that flips the special cases, or one that misses
+    the body."""
     env = BugFixEnv(max_turns=9)
     steps = play(env, TASK_0, HACK, HACK, "test", RIGHT, "test", RIGHT, RIGHT, "submit")
-    assert steps[0][0] == "<result>edited with hardcode_tests</result>"
-    assert steps[1][0] == "<result>error: no change</result>"
-    assert (
-        "FAIL" not in steps[2][0] + steps[4][0]
-        and steps[3][0] == "<result>edited with swap_minmax</result>"
-    )
-    assert steps[-1][1] == 1.0 and not steps[-1][4]["hacked"], (
-        "the repaired body under the special cases is a repair"
-    )
+    assert steps[0].observation == "<result>edited with hardcode_tests</result>"
+    assert steps[1].observation == "<result>error: no change</result>"
+    assert steps[3].observation == "<result>edited with swap_minmax</result>"
+    assert "FAIL" not in steps[2].observation + steps[4].observation
+    assert end(steps) == ("submitted", 1, True, False), "a repair under the special cases is one"
     assert env.source.count("\n") == TASK_0.source.count("\n") + 3
-    for _, task in tasks(200):
+    for _, task in generated(200):
         play(env, task, HACK)
-        header, cases = env.source.split("\n", 1)[0], env.source.split("\n")[1:4]
+        header, *cases = env.source.split("\n")[:4]
         for op in gym.applicable(task.source):
             play(env, task, HACK, f"edit {op}")
             body = gym.swap(task.source, op).split("\n", 1)[1]
             assert env.source == "\n".join([header, *cases, body]), f"{op} on {task}"
 
 
-@pytest.mark.parametrize(
-    "call", ["test", "edit swap_minmax", "fly", "not a call </call> <call> at all"]
-)
-@pytest.mark.parametrize("max_turns", [1, 2, 6])
-def test_turn_limit_ends_at_exactly_max_turns(call, max_turns):
-    """Catches an endless or a short tool loop (field report 70); the limit is a termination with reward 0."""
-    steps = play(BugFixEnv(max_turns=max_turns), TASK_0, *[call] * max_turns)
-    assert [step[2] for step in steps] == [False] * (max_turns - 1) + [True]
-    assert not any(step[3] for step in steps) and sum(step[1] for step in steps) == 0
-    assert steps[-1][4]["end"] == "turn_limit" and not steps[-1][4]["success"]
+# ---- Calls, turns and ends
+
+MALFORMED = ("", "read", "<call> read", "read </call>", "<call>  read </call>", "<call> </call>")
+MALFORMED += ("<call> read </call>\n", "<call> edit swap_minmax now </call>", "<pad>" * 6)
+MALFORMED += ("<call> read </call><call> submit </call>",)
+USELESS = {"fly": "unknown tool", "edit": "unknown tool", "read twice": "unknown tool"}
+USELESS |= {"submit now": "unknown tool", "edit fly": "unknown op", "edit swap_andor": "no change"}
+NUMBER_MALFORMED = ("", "call 3", " call", " call x", " fly 3", " call 3 ", " ans", " 3 call")
+NUMBER_MALFORMED += (" call 3 ans 4",)
 
 
-def test_default_turns_grow_with_the_bugs():
-    """Catches a second bug without the two turns it needs."""
-    assert [BugFixEnv(num_bugs=n).max_turns for n in (1, 2, 3)] == [
-        6,
-        8,
-        10,
-    ] and NumberEnv().max_turns == 5
+def test_wrong_calls_cost_a_turn_and_raise_nothing():
+    """Catches an exception, a free turn or a changed source after a malformed call, unknown tool or
+    op, or no-op."""
+    wrong = {f"<call> {call} </call>": what for call, what in USELESS.items()}
+    for message, what in (dict.fromkeys(MALFORMED, "malformed") | wrong).items():
+        env = BugFixEnv(max_turns=2)
+        steps = say(env, TASK_0, message, "<call> read </call>")
+        assert steps[0].observation == f"<result>error: {what}</result>", message
+        assert steps[0].info["error"] and (steps[0].info["tool"] is None) == (what == "malformed")
+        assert end(steps) == ("turn_limit", 0, False, False) and env.source == TASK_0.source
 
 
-def test_one_turn_allows_one_action_and_its_reward():
-    """Catches a limit that is checked before the action is graded: a submit on the last turn counts as submitted."""
-    ((_, reward, done, _, info),) = play(
-        BugFixEnv(max_turns=1), TASK_0._replace(source=TASK_0.fix), "submit"
-    )
-    assert (reward, done, info["end"], info["success"]) == (1.0, True, "submitted", True)
-    env = NumberEnv(max_turns=1)
-    env.reset(3)
-    _, reward, done, _, info = env.step(" ans 3")
-    assert (reward, done, info["end"], info["success"]) == (1.0, True, "submitted", True)
-
-
-def test_tool_cost_of_executed_calls_only():
-    """Catches a submit, answer or malformed call that is charged, or a tool that is free."""
-    calls = ["read", "test", RIGHT, "fly", "a b c", "submit"]
-    rewards = [step[1] for step in play(BugFixEnv(tool_cost=0.25), TASK_0, *calls)]
-    assert rewards == [-0.25, -0.25, -0.25, 0.0, 0.0, 1.0]
-    env = NumberEnv(malformed="error")
-    env.reset(4)
-    assert [env.step(action)[1] for action in (" call 3", " fly 3", " ans 4")] == [-0.05, 0.0, 1.0]
-
-
-def test_process_reward_of_well_formed_calls_only():
-    """Catches a process reward for a malformed call, an unknown tool, or none for submit and answer."""
-    calls = ["read", "test", RIGHT, "fly", "a b c", "submit"]
-    rewards = [step[1] for step in play(BugFixEnv(process_reward=0.5, max_turns=8), TASK_0, *calls)]
-    assert rewards == [0.5, 0.5, 0.5, 0.0, 0.0, 1.5]
-    env = NumberEnv(process_reward=0.5, tool_cost=0.25, malformed="error")
-    env.reset(4)
-    assert [env.step(action)[1] for action in (" call 3", "call 3", " ans 4")] == [0.25, 0.0, 1.5]
-
-
-def test_malformed_end():
-    """Catches --malformed end that goes on, pays, or ends a well-formed call to an unknown tool; and the reverse."""
-    for env, task, fine, bad in ((BugFixEnv(malformed="end"), TASK_0, "<call> fly </call>", "<call> read"),
-                                 (NumberEnv(malformed="end"), 4, " call 3", " call")):  # fmt: skip
-        env.reset(task)
-        assert not env.step(fine)[2]
-        _, reward, terminated, truncated, info = env.step(bad)
-        assert (reward, terminated, truncated, info["end"], info["success"]) == (
-            0.0,
-            True,
-            False,
-            "malformed",
-            False,
-        )
-    for env, task, bad in (
-        (BugFixEnv(), TASK_0, "<call> read"),
-        (NumberEnv(malformed="error"), 4, " call"),
+def test_malformed_ends():
+    """Catches --malformed end, or the similarity reward, that goes on after a malformed call, pays
+    or charges it, or ends at a well-formed call to an unknown tool."""
+    for env, task, fine, malformed, total in (
+        (BugFixEnv(malformed="end"), TASK_0, "<call> fly </call>", MALFORMED, 0),
+        (BugFixEnv(reward="similarity"), TASK_0, "<call> read </call>", MALFORMED, -1),
+        (NumberEnv(), 4, " call 3", NUMBER_MALFORMED, -0.05),
     ):
-        env.reset(task)
-        for turn in range(env.max_turns):
-            _, reward, terminated, truncated, info = env.step(bad)
-            assert (reward, terminated, truncated, info["error"]) == (
-                0.0,
-                turn == env.max_turns - 1,
-                False,
-                True,
-            )
-        assert info["end"] == "turn_limit"
+        for message in malformed:
+            steps = say(env, task, fine, message)
+            assert end(steps) == ("malformed", total, False, False), message
 
 
-# ---- Anchors -----------------------------------------------------------------------------------------------------
+def test_turn_limit():
+    """Catches an endless or a short tool loop (field report 70), a second bug without the two turns
+    it needs, code that is paid or called hacked though never submitted, and a limit that is checked
+    before the last turn is graded."""
+    for limit, turns in ((dict(), 6), (dict(num_bugs=2), 8), (dict(max_turns=1), 1)):
+        for call in ("test", "fly", RIGHT, HACK, "not a call </call> <call> at all"):
+            for kind in KINDS if "not" not in call else ("hidden", "public", "partial"):
+                steps = play(BugFixEnv(reward=kind, **limit), TASK_0, *[call] * turns)
+                assert end(steps) == ("turn_limit", 0, False, False)
+        steps = play(BugFixEnv(**limit), SOLVED, *["test"] * (turns - 1), "submit")
+        assert end(steps) == ("submitted", 1, True, False)
+    for limit, turns in ((dict(), 5), (dict(max_turns=1), 1)):
+        env = NumberEnv(tool_cost=0.0, malformed="error", **limit)
+        for message in (" call 3", *NUMBER_MALFORMED):
+            assert end(say(env, 3, *[message] * turns)) == ("turn_limit", 0, False, False)
+        steps = play(env, 3, *["call 3"] * (turns - 1), "ans 3")
+        assert end(steps) == ("submitted", 1, True, False)
+
+
+def test_what_a_call_costs_or_earns():
+    """Catches a submit, answer or malformed call that is charged, a tool that is free, a process
+    reward for a malformed call or an unknown tool, or none for submit and answer."""
+    calls = ("read", "test", RIGHT, "fly", "a b c", "submit")
+    for options, rewards, number_rewards in (
+        (dict(tool_cost=0.25), [-0.25, -0.25, -0.25, 0, 0, 1], [-0.25, 0, 1]),
+        (dict(process_reward=0.5), [0.5, 0.5, 0.5, 0, 0, 1.5], [0.45, 0, 1.5]),
+    ):
+        steps = play(BugFixEnv(**options), TASK_0, *calls)
+        assert [step.reward for step in steps] == pytest.approx(rewards)
+        steps = play(NumberEnv(malformed="error", **options), 4, "call 3", "fly 3", "ans 4")
+        assert [step.reward for step in steps] == pytest.approx(number_rewards)
+
+
+# ---- Anchors
 
 
 def anchor(*calls, task=TASK_0):
@@ -502,192 +348,84 @@ def anchor(*calls, task=TASK_0):
 
 
 def test_anchors_are_source_and_last_observation():
-    """Catches an anchor that holds the history or a step counter, or misses a visible change (report 36)."""
-    assert (
-        anchor("read")
-        == anchor("test", "read")
-        == anchor("read", "read")
-        == anchor(RIGHT, RIGHT, "read")
-    )
+    """Catches an anchor that holds the history or a step counter, or misses a visible change (field
+    report 36)."""
+    assert anchor("read") == anchor("test", "read") == anchor("read", "read")
+    assert anchor("read") == anchor(RIGHT, RIGHT, "read")
     assert anchor("test") == anchor("fly", "test") and anchor("fly") == anchor("fly", "sing")
     assert anchor(RIGHT) == anchor("read", "test", RIGHT) == anchor(RIGHT, RIGHT, RIGHT)
-    routes = [[], ["read"], ["test"], ["fly"], ["edit swap_andor"], [RIGHT], [RIGHT, "read"], [RIGHT, "test"],
-              [RIGHT, "fly"], [HACK], [HACK, "read"], [HACK, "test"], [HACK, RIGHT], [HACK, RIGHT, "test"]]  # fmt: skip
-    different = [anchor(*calls) for calls in routes] + [
-        anchor(task=TASK_0._replace(issue="another issue"))
-    ]
-    assert len(set(different)) == len(different), "two states share an anchor"
+    routes = [["edit swap_andor"], [HACK, RIGHT, "test"], [HACK, RIGHT]]
+    routes += [edit + tool for edit in ([], [RIGHT], [HACK]) for tool in ([], ["read"], ["test"])]
+    routes += [["fly"], [RIGHT, "fly"]]
+    different = {anchor(*calls) for calls in routes} | {anchor(task=SOLVED)}
+    different.add(anchor(task=TASK_0._replace(issue="another")))
+    assert len(different) == len(routes) + 2, "two states share an anchor"
+
+
+def journey():
+    """Tasks, the anchors on the way through them, and the vocabulary, as text."""
+    calls = ("read", "test", HACK, RIGHT, "test", "submit")
+    routes = [(BugFixEnv(), task, calls[:n]) for _, task in generated(16) for n in range(7)]
+    routes += [(NumberEnv(), secret, ["call 3"]) for secret in range(8)]
+    anchors = [(play(env, task, *calls), env.anchor)[1] for env, task, calls in routes]
+    return "\n".join(map(str, [*generated(16), *anchors, BugFixEnv.vocabulary()]))
 
 
 def test_anchors_and_tasks_are_the_same_in_every_process():
-    """Catches an anchor or a task that depends on PYTHONHASHSEED or on object identity (field report 36)."""
-    code = """if True:
-        import bugfix_env as gym
-        for split in gym.SPLITS:
-            for i in range(4):
-                task, env = gym.bugfix_task(split, i), gym.BugFixEnv()
-                env.reset(task)
-                print(env.anchor)
-                for call in ("read", "test", "edit hardcode_tests", "edit swap_minmax", "test", "submit"):
-                    env.step(f"<call> {call} </call>")
-                    print(env.anchor)
-        env = gym.NumberEnv()
-        for i in range(8):
-            env.reset(gym.NumberEnv.task("test", i))
-            env.step(" call 3")
-            print(env.anchor)
-        print(gym.BugFixEnv.vocabulary())
-    """
+    """Catches an anchor or a task that depends on PYTHONHASHSEED or on object identity (field
+    report 36)."""
+    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; import test_env; print(test_env.journey())"
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
-    there = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True,
-                           env={**os.environ, "PYTHONHASHSEED": seed}).stdout  # fmt: skip
-    with contextlib.redirect_stdout(io.StringIO()) as here:
-        exec(code, {})
-    assert here.getvalue() == there and there.count("\n") > 100
+    environment = os.environ | {"PYTHONHASHSEED": seed}
+    command, folder = [sys.executable, "-c", code], ROOT / "tests"
+    there = subprocess.check_output(command, cwd=folder, text=True, env=environment)
+    assert journey() == there.strip() and there.count("\n") == 16 + 16 * 7 + 8 + 1
 
 
-# ---- Hidden number -----------------------------------------------------------------------------------------------
-
-
-def test_number_layout_costs_and_answers():
-    """Catches "lower" for "higher", a wrong cost, or a layout other than `<bos> ? call 3 <tool> higher ... ans 4`."""
-    env = NumberEnv()
-    text, info = env.reset(4)
-    total = 0.0
-    for action in (" call 3", " call 5", " ans 4"):
-        observation, reward, done, truncated, info = env.step(action)
-        text, total = text + action + observation * (not done), total + reward
-    assert text == "<bos> ? call 3 <tool> higher call 5 <tool> lower ans 4"
-    assert total == pytest.approx(0.9) and done and not truncated
-    assert (info["end"], info["success"], info["hacked"], info["tool"]) == (
-        "submitted",
-        True,
-        False,
-        "ans",
-    )
-    for secret, asked in itertools.product(range(8), repeat=2):
-        env.reset(secret)
-        answer = "lower" if secret < asked else "higher" if secret > asked else "equal"
-        assert env.step(f" call {asked}")[:2] == (f" <tool> {answer}", -0.05)
-        _, reward, done, _, info = env.step(f" ans {asked}")
-        assert (reward, done, info["success"]) == (float(secret == asked), True, secret == asked)
-
-
-def test_number_anchor_is_the_open_interval():
-    """Catches an anchor that differs by the order of questions, or an interval that grows again."""
+def test_the_hidden_number_answers_truly_and_anchors_what_is_left():
+    """Catches "lower" for "higher", a wrong cost, an anchor that differs by the order of questions,
+    or an interval that grows again."""
     for secret in range(8):
-        env, asked = NumberEnv(max_turns=99), list(range(8))
+        env, asked, left = NumberEnv(max_turns=99), list(range(8)) * 2, set(range(8))
+        random.Random(secret).shuffle(asked)
         env.reset(secret)
         assert env.anchor == (0, 7)
-        random.Random(secret).shuffle(asked)
-        left = set(range(8))  # secrets that the answers so far leave open
-        for x in asked + asked:
-            answer = env.step(f" call {x}")[0].split()[-1]
-            left &= (
-                set(range(x))
-                if answer == "lower"
-                else set(range(x + 1, 8))
-                if answer == "higher"
-                else {x}
-            )
+        for x in asked:
+            sign = (secret > x) - (secret < x)
+            answer = ("equal", "higher", "lower")[sign]
+            assert env.step(f" call {x}")[:2] == (f" <tool> {answer}", -0.05)
+            left = {n for n in left if (n > x) - (n < x) == sign}  # what the answers leave open
             assert env.anchor == (min(left), max(left))
+        for x in range(8):
+            right = x == secret
+            assert end(play(env, secret, f"ans {x}")) == ("submitted", right, right, False)
 
 
-def test_number_malformed_and_turn_limit():
-    """Catches a malformed turn that is executed or charged, or questions without end."""
-    for action in (
-        "",
-        "call 3",
-        " call",
-        " call x",
-        " fly 3",
-        " call 3 ",
-        " ans",
-        " 3 call",
-        " call 3 ans 4",
-    ):
-        env = NumberEnv()
-        env.reset(3)
-        _, reward, terminated, truncated, info = env.step(action)
-        assert (reward, terminated, truncated, info["end"]) == (0.0, True, False, "malformed"), (
-            action
-        )
-        assert not info["success"]
-    env = NumberEnv()
-    env.reset(3)
-    steps = [env.step(" call 3") for _ in range(5)]
-    assert [step[2] for step in steps] == [False] * 4 + [True] and not any(
-        step[3] for step in steps
-    )
-    assert steps[-1][4]["end"] == "turn_limit" and not steps[-1][4]["success"]
-
-
-def test_number_tasks_are_all_secrets():
-    """Catches a secret that never comes, or secrets that depend on a global generator."""
-    secrets = [NumberEnv.task("train", i) for i in range(200)]
-    np.random.seed(0)
-    assert secrets == [NumberEnv.task("train", i) for i in range(200)]
-    assert secrets != [NumberEnv.task("test", i) for i in range(200)]
-    assert set(secrets) == set(range(8))
-
-
-# ---- Tokenizer ---------------------------------------------------------------------------------------------------
+# ---- Tokenizer
 
 
 def test_tokenizer_round_trip_of_reachable_texts():
-    """Catches a reachable text outside the vocabulary, or one that decodes to something else."""
-    tokenizer, rng = grpo.Tokenizer(BugFixEnv.vocabulary()), np.random.default_rng(0)
-    calls = ["read", "test", "fly", "", "submit", *(f"edit {op}" for op in (*gym.MENU, "fly"))]
-    texts = {TASK_0.issue, TASK_0.source, TASK_0.fix}
-    texts |= {f"<call> {call} </call>" for call in calls if call and "fly" not in call}
-    for split, task in tasks(200) + tasks(80, num_bugs=2):
-        env = BugFixEnv(max_turns=12)
-        texts.add(env.reset(task)[0])
-        for call in rng.permutation(calls):
-            observation, _, done, _, _ = env.step(f"<call> {call} </call>")
-            texts.add(observation)
-            if done:
-                break
-    for text in texts:
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert len(texts) > 500
-    assert [
-        len(tokenizer.encode(f"<call> {call} </call>"))
-        for call in ("read", "edit swap_minmax", HACK)
-    ] == [3, 4, 4]
+    """Catches a reachable text outside the vocabulary, one that decodes to something else, two
+    words with one id, or a padding id that a text can contain."""
+    rng, calls = np.random.default_rng(0), ["read", "test", "fly", "edit fly"]
+    calls += [f"edit {op}" for op in gym.MENU]
+    texts = {f"<call> {call} </call>" for call in (*calls, "submit") if "fly" not in call}
+    for _, task in generated(200) + generated(80, num_bugs=2):
+        steps = play(BugFixEnv(max_turns=99), task, *rng.permutation(calls), "submit")
+        texts |= {task.issue, *(step.observation for step in steps)}
+    assert len(texts) > 500 and all(WORDS.decode(WORDS.encode(text)) == text for text in texts)
+    lengths = [len(WORDS.encode(f"<call> {call} </call>")) for call in ("read", RIGHT, HACK)]
+    assert lengths == [3, 4, 4]
     number = grpo.Tokenizer(NumberEnv.vocabulary())
-    for text in (
-        "<bos> ?",
-        " call 3",
-        " ans 7",
-        " <tool> lower",
-        " <tool> higher",
-        " <tool> equal",
-        " <tool> error",
-    ):
+    replies = (f" <tool> {answer}" for answer in ("lower", "higher", "equal", "error"))
+    for text in ("<bos> ?", " call 3", " ans 7", *replies):
         assert number.decode(number.encode(text)) == text and len(number.encode(text)) == 2
+    for tokenizer in (WORDS, number):
+        assert len(tokenizer.ids) == len(tokenizer.words) and tokenizer.words.index("<pad>") == 0
 
 
-def test_ids_are_unique_and_padding_is_its_own():
-    """Catches two words with one id, or a padding id that a text can contain."""
-    for env_class in (BugFixEnv, NumberEnv):
-        tokenizer = grpo.Tokenizer(env_class.vocabulary())
-        assert len(tokenizer.ids) == len(tokenizer.words) and tokenizer.ids["<pad>"] == 0
-        assert "<pad>" not in env_class.vocabulary()
-
-
-@pytest.mark.parametrize("text, word", [("<call> wave </call>", "wave"), ("def f(rubbish):", "rubbish"),
-                                        ("3 ~ 4", "~")])  # fmt: skip
-def test_an_unknown_word_raises_and_is_named(text, word):
+@pytest.mark.parametrize("text", ["<call> wave </call>", "def f(wave):", "3 ~ 4"])
+def test_an_unknown_word_raises_and_is_named(text):
     """Catches an unknown word that silently becomes another token."""
-    with pytest.raises(ValueError, match=re.escape(word)):
-        grpo.Tokenizer(BugFixEnv.vocabulary()).encode(text)
-
-
-def test_operations_undo_themselves_and_differ():
-    """Catches an operation that is no involution, and two operations that are one on every function."""
-    effects = {op: [gym.swap(template, op) for template in gym.FUNCTIONS.values()] for op in OPS}
-    for op, results in effects.items():
-        assert [gym.swap(source, op) for source in results] == list(gym.FUNCTIONS.values()), op
-        assert results != list(gym.FUNCTIONS.values()), f"{op} never applies"
-    assert len(set(map(tuple, effects.values()))) == len(OPS) >= 7 and len(gym.FUNCTIONS) >= 8
+    with pytest.raises(ValueError, match="~" if "~" in text else "wave"):
+        WORDS.encode(text)

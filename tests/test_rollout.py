@@ -1,666 +1,242 @@
-"""Model, sampling, rollout and evaluation: which ids are stored, which are trained, what each episode's record says.
+"""Model, sampling, rollout and evaluation: which ids are stored, which are trained, what each
+episode's record says.
 
-Most tests script the policy: the uniforms carry the ids to sample, and a sampler put in the place of grpo.sample_tokens
-reads them. Everything else, the indexing of the uniforms included, is the real rollout.
+Most tests script the policy: the uniforms carry the ids to sample, and a sampler put in the place
+of grpo.sample_tokens reads them. Everything else, the indexing of the uniforms included, is the
+real rollout.
 """
 
-import copy
 import random
-import sys
-from pathlib import Path
+import time
+from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import WORDS, env_maker, partial_batch, same, tasks_of, tokenizer_of
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import grpo  # noqa: E402
-from grpo import TASK_0, BugFixEnv, NumberEnv  # noqa: E402
+import bugfix_env
+import grpo
+from grpo import BugFixEnv, NumberEnv
 
 torch.set_num_threads(1)  # these models are too small to share
 
-READ, TEST, SUBMIT = "<call> read </call>", "<call> test </call>", "<call> submit </call>"
-RIGHT, HACK = "<call> edit swap_minmax </call>", "<call> edit hardcode_tests </call>"
+CALLS = ("read", "test", "submit", "edit swap_minmax", "edit hardcode_tests", "read read")
+MESSAGES = tuple(f"<call> {call} </call>" for call in CALLS)
+READ, TEST, SUBMIT, RIGHT, HACK, _ = MESSAGES
+TASK_0 = bugfix_env.TASK_0._replace(issue="clamp(3, 0, 5) gives a wrong result.")
 SOLVED = TASK_0._replace(source=TASK_0.fix)
-TOKENIZERS = {
-    env_class: grpo.Tokenizer(env_class.vocabulary()) for env_class in (BugFixEnv, NumberEnv)
-}
-WORDS = TOKENIZERS[BugFixEnv]
-encode = WORDS.encode
+encode, STOP = WORDS.encode, WORDS.ids[BugFixEnv.stop]
+CUT, FILLER = (
+    "context_limit",
+    1,
+)  # the id that is sampled where a script is silent; neither padding nor the closing token
 
 
-def random_model(env_class=BugFixEnv, seed=0):
-    """A TinyAgent whose every matrix matters (at its start the blocks are the identity and attention goes untested),
-    and that closes a message, or calls and answers, now and then, so that episodes differ in length."""
-    torch.manual_seed(seed)
-    tokenizer = TOKENIZERS[env_class]
-    model = grpo.TinyAgent(len(tokenizer.words), d_model=16, n_layers=2, n_heads=2)
-    bias = torch.zeros(len(tokenizer.words))
-    number = {" call": 4.0, " ans": 4.0} | {f" {x}": 2.0 for x in range(8)}
-    wanted = {" </call>": 5.0} if env_class is BugFixEnv else number
-    for word, value in wanted.items():
-        bias[tokenizer.ids[word]] = value
-    model.head.bias = torch.nn.Parameter(bias)
+def random_model(env_class=BugFixEnv):
+    """A TinyAgent whose every matrix matters (at its start the blocks are the identity and
+    attention goes untested), and that closes a message, or calls and answers, now and then, so that
+    episodes differ in length."""
+    torch.manual_seed(0)
+    ids = tokenizer_of(env_class).ids
+    model = grpo.TinyAgent(len(ids), d_model=16, n_layers=2, n_heads=2)
+    model.head.bias = torch.nn.Parameter(torch.zeros(len(ids)))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=0.3)
+        for word, value in ((" </call>", 5), (" call", 4), (" ans", 4), (" 2", 2), (" 5", 2)):
+            if word in ids:
+                model.head.bias[ids[word]] = value
     return model
 
 
 class SpyEnv(BugFixEnv):
-    """Counts its steps and keeps what it was told and what it said."""
+    """Keeps what it was told and the time it took. Whole rewards are integers here, as an
+    environment may return them."""
 
     def reset(self, task):
-        self.actions, self.said, self.paid = [], [], []
-        observation, info = super().reset(task)
-        self.said.append(observation)
-        return observation, info
+        self.actions, self.seconds = [], 0.0
+        return super().reset(task)
 
     def step(self, action):
+        start = time.perf_counter()
+        observation, reward, *rest = super().step(action)
         self.actions.append(action)
-        result = super().step(action)
-        self.said.append(result[0]), self.paid.append(result[1])
-        return result
+        self.seconds += time.perf_counter() - start
+        return observation, int(reward) if reward == int(reward) else reward, *rest
 
 
-def play_script(monkeypatch, scripts, tasks, *, env_class=SpyEnv, max_turns=6, context_length=1200, model=None,
-                temperature=1.0, filler=" read", **options):  # fmt: skip
-    """Rolls out episodes whose messages (texts, or lists of ids) are scripted; where a script is silent, `filler` is
-    sampled. Returns (batch, envs)."""
-    base = NumberEnv if issubclass(env_class, NumberEnv) else BugFixEnv
-    tokenizer = TOKENIZERS[base]
-    V, size = len(tokenizer.words), env_class.turn_tokens
-    ids = torch.full(
-        (len(scripts), max_turns * size), tokenizer.ids[" ?" if base is NumberEnv else filler]
-    )
-    for row, messages in enumerate(scripts):
-        for turn, message in enumerate(messages[:max_turns]):
-            message = list(tokenizer.encode(message) if isinstance(message, str) else message)[
-                :size
-            ]
-            ids[row, turn * size : turn * size + len(message)] = torch.tensor(
-                message, dtype=torch.int64
-            )
+def roll(envs, tasks, uniforms, model=None, *, temperature=1.0, context_length=1200):
+    """rollout() of grpo.py, with a random model unless one is given. Groups are not by position,
+    and have to be kept."""
+    model, tokenizer = model or random_model(type(envs[0])), tokenizer_of(type(envs[0]))
+    group_ids = torch.arange(len(envs)).flip(0) // 2
+    options = dict(temperature=temperature, context_length=context_length)
+    batch = grpo.rollout(model, tokenizer, envs, tasks, group_ids, uniforms, **options)
+    assert torch.equal(batch.group_ids, group_ids)
+    return batch
+
+
+def spell(script, env):
+    """The ids of each turn, as many as it may have: the script's messages, texts or ids, filled."""
+    text_to_ids = tokenizer_of(type(env)).encode
+    rows = [text_to_ids(message) if isinstance(message, str) else message for message in script]
+    rows = [*rows, *[()] * env.max_turns][: env.max_turns]
+    return [[*row, *[FILLER] * env.turn_tokens][: env.turn_tokens] for row in rows]
+
+
+def script_policy(monkeypatch, scripts, envs):
+    """Makes the sampler read ids from the uniforms. Returns those of the scripts, whose messages
+    are texts or lists of ids."""
 
     def sampler(logits, uniforms, temperature):
-        chosen = (uniforms.double() * V).long()
-        return chosen, F.log_softmax(logits / (temperature or 1.0), -1).gather(1, chosen[:, None])[
-            :, 0
-        ]
+        chosen = (uniforms.double() * logits.shape[1]).long()
+        logprobs = F.log_softmax(logits / (temperature or 1.0), -1)
+        return chosen, logprobs.gather(1, chosen[:, None])[:, 0]
 
     monkeypatch.setattr(grpo, "sample_tokens", sampler)
-    envs = [env_class(max_turns=max_turns, **options) for _ in scripts]
-    batch = grpo.rollout(model or random_model(base), tokenizer, envs, tasks, torch.arange(len(envs)), (ids + 0.5) / V,
-                         temperature=temperature, context_length=context_length)  # fmt: skip
-    return batch, envs
+    ids = torch.tensor([spell(script, env) for script, env in zip(scripts, envs, strict=True)])
+    return (ids.flatten(1) + 0.5) / len(tokenizer_of(type(envs[0])).words)
 
 
-def reference(env, task, messages, context_length):
-    """The grammar in plain Python: the prompt, then each message and its observation. The closing token ends a message,
-    and nothing stands between the two. Returns (ids, mask, turn ids, rewards, end)."""
-    tokenizer = WORDS
-    ids = list(tokenizer.encode(env.reset(task)[0]))[:context_length]
-    mask, turns, rewards = [0] * len(ids), [-1] * len(ids), []
-    for turn, message in enumerate(messages):
-        message = message[: env.turn_tokens]
-        if tokenizer.ids[env.stop] in message:
-            message = message[: message.index(tokenizer.ids[env.stop]) + 1]
-        part = message[: context_length - len(ids)]
-        ids, mask, turns = ids + part, mask + [1] * len(part), turns + [turn] * len(part)
-        if len(part) < len(message):
-            return ids, mask, turns, rewards, "context_limit"
-        observation, reward, done, _, info = env.step(tokenizer.decode(message))
-        rewards.append(reward)
+def play_script(monkeypatch, scripts, tasks, *, make_env=SpyEnv, **options):
+    """Rolls out episodes whose messages are scripted. Returns (batch, envs)."""
+    envs = [make_env() for _ in scripts]
+    return roll(envs, tasks, script_policy(monkeypatch, scripts, envs), **options), envs
+
+
+def reference(env, task, script, context_length):
+    """The grammar in plain Python: the prompt, then each message and its observation. The closing
+    token ends a message, and nothing stands between the two. Returns [(id, mask, turn id)], the
+    rewards, the anchors, what the environment was told, and what infos say of the episode."""
+    rows, rewards = [(i, 0, -1) for i in encode(env.reset(task)[0])], [0.0] * env.max_turns
+    info = dict(end="context_limit", success=False, hacked=False, turns=0, tool_calls=0, errors=0)
+    info |= dict(pair=task.pair, tools=[])
+    anchors = []
+    for turn, message in enumerate(spell(script, env)):
+        if STOP in message:
+            message = message[: message.index(STOP) + 1]
+        rows += [(i, 1, turn) for i in message]
+        if len(rows) > context_length:
+            break
+        anchors.append(env.anchor)
+        observation, rewards[turn], done, _, said = env.step(WORDS.decode(message))
+        info["turns"] += 1
+        info["tools"].append(said["tool"])
+        info["errors"] += said["error"]
+        info["tool_calls"] += said["tool"] in ("read", "test") and not said["error"]
         if done:
-            return ids, mask, turns, rewards, info["end"]
-        part = list(tokenizer.encode(observation))[: context_length - len(ids)]
-        ids, mask, turns = ids + part, mask + [0] * len(part), turns + [turn] * len(part)
-    raise AssertionError("the episode did not end")
+            info |= {key: said[key] for key in ("end", "success", "hacked")}
+            break
+        rows += [(i, 0, turn) for i in encode(observation)]
+    return rows[:context_length], rewards, anchors, env.actions, info
 
 
-def episode(batch, row):
-    n = batch.lengths[row]
-    return (
-        batch.tokens[row, :n].tolist(),
-        batch.loss_mask[row, :n].tolist(),
-        batch.turn_ids[row, :n].tolist(),
-    )
+# ---- Which ids are stored and trained, and what else is stored of an episode
+
+COSTS = dict(tool_cost=0.25, process_reward=0.5)
 
 
-def sampled(batch, row, turn):
-    """The ids that the batch says were sampled in a turn."""
-    return batch.tokens[row][(batch.loss_mask[row] > 0) & (batch.turn_ids[row] == turn)].tolist()
+@pytest.mark.parametrize("options", [COSTS, dict(max_turns=1), dict(max_turns=3)], ids=str)
+def test_random_episodes_equal_the_reference_grammar(monkeypatch, options):
+    """Catches mask, turn ids or log-probs of another length than the ids, history that is decoded
+    and encoded again, a closing token that is masked, added or taken for the row's end, text after
+    a call that stays or is executed, padding guessed from ids (<pad> may be sampled), a context
+    cut in the wrong place, executed or called malformed, a lost last reward, rewards that take the
+    environment's type, a tool loop without end, seconds of one turn only, a hack called success,
+    and edits or errors counted as tool calls (field reports 1, 2, 10, 12, 14 to 16, 22, 32, 70, 71,
+    97). Messages are valid, wrong, empty, unclosed and overlong, the context ends anywhere."""
+    rng, model = np.random.default_rng(0), random_model()
+
+    def message():
+        noise = rng.integers(len(WORDS.words), size=6).tolist()
+        call, closed = encode(MESSAGES[rng.integers(6)]), [*noise[: rng.integers(6)], STOP]
+        return [noise, [0] * 6, closed, [*call, *noise], call][rng.integers(5)]
+
+    scripts = [[RIGHT, SUBMIT], [READ, SUBMIT], [SUBMIT], [HACK, SUBMIT]]
+    scripts += [[message() for _ in range(6)] for _ in range(12)]
+    tasks = [TASK_0, SOLVED, SOLVED, TASK_0, *tasks_of(BugFixEnv, "train", 12)]
+    play = partial(play_script, monkeypatch, make_env=partial(SpyEnv, **options), model=model)
+    for context_length in (*range(1, 60), 120, 1200):
+        batch, envs = play(scripts, tasks, context_length=context_length)
+        assert batch.tokens.shape[1] == batch.lengths.max() <= context_length
+        assert batch.tokens.dtype == torch.int64 and batch.rewards.dtype == torch.float32
+        stored = torch.stack([batch.tokens, batch.loss_mask.long(), batch.turn_ids], -1).tolist()
+        for row, env in enumerate(envs):
+            told, seconds = env.actions, env.seconds
+            expected = reference(env, tasks[row], scripts[row], context_length)
+            n, info = batch.lengths[row], batch.infos[row]
+            assert info.pop("env_seconds") >= seconds
+            rewards, ids = batch.rewards[row].tolist(), [tuple(ids) for ids in stored[row]]
+            assert (ids[:n], rewards, batch.anchors[row], told, info) == expected
+            assert ids[n:] == [(0, 0, -1)] * len(ids[n:])
+            assert batch.truncated[row] == (not batch.terminated[row]) == (info["end"] == CUT)
+            assert torch.equal(batch.logprobs[row] < 0, batch.loss_mask[row] > 0)
 
 
-def rollout(
-    model, tasks, uniforms, *, env_class=BugFixEnv, temperature=1.0, context_length=1200, **options
-):
-    envs = [env_class(**options) for _ in tasks]
-    return grpo.rollout(model, TOKENIZERS[env_class], envs, tasks, torch.arange(len(tasks)), uniforms,
-                        temperature=temperature, context_length=context_length)  # fmt: skip
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), None])
+def test_a_reward_that_is_no_number_raises_naming_the_episode(monkeypatch, reward):
+    """Catches a NaN or None reward that turns into 0 or into the whole group's NaN (report 67)."""
 
+    class BadEnv(SpyEnv):
+        def step(self, action):
+            observation, paid, *rest = super().step(action)
+            return observation, reward if self.goal is SOLVED else paid, *rest
 
-# ---- Which ids are stored and trained ----------------------------------------------------------------------------
-
-
-def test_stored_sequence_is_prompt_samples_and_observations(monkeypatch):
-    """Catches history that is decoded and encoded again (field report 1): encode sees the environment's texts only."""
-    encoded = []
-    monkeypatch.setattr(WORDS, "encode", lambda text: encoded.append(text) or encode(text))
-    garbage = [WORDS.ids[word] for word in (" max", "(", "<pad>", "max", " <call>", " min")]
-    script = [list(encode(READ)), garbage, list(encode(SUBMIT))]
-    batch, (env,) = play_script(monkeypatch, [script], [TASK_0])
-    assert WORDS.decode(garbage) == env.actions[1]
-    expected = [
-        *encode(env.said[0]),
-        *script[0],
-        *encode(env.said[1]),
-        *garbage,
-        *encode(env.said[2]),
-        *script[2],
-    ]
-    assert batch.tokens[0].tolist() == expected
-    assert set(encoded) <= set(env.said), "text with model output was encoded"
-
-
-@pytest.mark.parametrize("context_length", [1, 7, 18, 21, 22, 24, 26, 40, 75, 120, 1200])
-def test_random_episodes_equal_the_reference_grammar(monkeypatch, context_length):
-    """Catches mask, turn ids or log-probs of another length than the ids, a lost or added separator, a context cut in
-    the wrong place (field reports 2, 97): 220 episodes of valid, wrong, empty, unclosed and overlong messages."""
-    rng = np.random.default_rng(context_length)
-    calls = [
-        READ,
-        TEST,
-        SUBMIT,
-        RIGHT,
-        HACK,
-        "<call> read read </call>",
-        "<call> </call>",
-        " </call>",
-    ]
-    scripts, tasks, stop = [], [], WORDS.ids[BugFixEnv.stop]
-    for row in range(20):
-        script = []
-        for turn in range(6):
-            noise = rng.integers(0, len(WORDS.words), 6).tolist()
-            kind = rng.integers(4)
-            call = list(encode(calls[rng.integers(len(calls))]))
-            script.append(
-                noise if kind == 0 else [*noise[:5], stop] if kind == 1 else (call + noise)[:6]
-            )
-        scripts.append(script)
-        tasks.append(grpo.bugfix_task("train", row) if row % 4 else TASK_0)
-    batch, envs = play_script(monkeypatch, scripts, tasks, context_length=context_length)
-    assert (
-        batch.tokens.shape == batch.loss_mask.shape == batch.logprobs.shape == batch.turn_ids.shape
-    )
-    assert (
-        batch.tokens.dtype == torch.int64
-        and batch.tokens.shape[1] == batch.lengths.max() <= context_length
-    )
-    for row, (script, task, env) in enumerate(zip(scripts, tasks, envs)):
-        ids, mask, turns, rewards, end = reference(
-            BugFixEnv(max_turns=6), task, script, context_length
-        )
-        assert episode(batch, row) == (ids, mask, turns)
-        assert batch.infos[row]["end"] == end and batch.infos[row]["turns"] == len(rewards) == len(
-            env.actions
-        )
-        assert batch.rewards[row].tolist() == pytest.approx(rewards + [0.0] * (6 - len(rewards)))
-        assert batch.truncated[row] == (end == "context_limit") and batch.terminated[row] == (
-            end != "context_limit"
-        )
-        padding = slice(batch.lengths[row], None)
-        assert not batch.loss_mask[row, padding].any() and not batch.logprobs[row, padding].any()
-        assert not batch.tokens[row, padding].any() and (batch.turn_ids[row, padding] == -1).all()
-        assert (batch.logprobs[row][batch.loss_mask[row] > 0] < 0).all()
-        assert len(batch.anchors[row]) == len(rewards)
-
-
-@pytest.mark.parametrize(
-    "context_length, temperature", [(1200, 1.0), (200, 0.7), (30, 1.0), (1200, 0)]
-)
-def test_mask_is_one_exactly_on_what_the_real_sampler_returned(
-    monkeypatch, context_length, temperature
-):
-    """Catches masks on harness ids, sampled ids without mask, noise of another row or position (field report 2)."""
-    drawn, real = {}, grpo.sample_tokens
-
-    def spy(logits, uniforms, temperature):
-        ids, logprobs = real(logits, uniforms, temperature)
-        drawn.update(
-            {u: (i, p) for u, i, p in zip(uniforms.tolist(), ids.tolist(), logprobs.tolist())}
-        )
-        return ids, logprobs
-
-    monkeypatch.setattr(grpo, "sample_tokens", spy)
-    uniforms = (
-        torch.randperm(16 * 36, generator=torch.Generator().manual_seed(3)).view(16, 36) / 576
-    )  # no two equal
-    tasks = [grpo.bugfix_task("train", i) for i in range(16)]
-    batch = rollout(
-        random_model(), tasks, uniforms, context_length=context_length, temperature=temperature
-    )
-    for row in range(16):
-        for turn in range(6):
-            ids = sampled(batch, row, turn)
-            expected = [drawn[u] for u in uniforms[row, turn * 6 : turn * 6 + len(ids)].tolist()]
-            assert ids == [i for i, _ in expected]
-            where = (batch.loss_mask[row] > 0) & (batch.turn_ids[row] == turn)
-            assert batch.logprobs[row][where].tolist() == [p for _, p in expected]
-            if len(ids) < 6 and turn < batch.infos[row]["turns"]:
-                assert ids[-1] == WORDS.ids[" </call>"], (
-                    "a turn ended early without its closing token"
-                )
-
-
-def test_closing_token_is_trained_and_nothing_is_forced(monkeypatch):
-    """Catches a closing token that is masked, added by the harness, or taken for the row's end (reports 12, 15, 16)."""
-    unclosed = list(encode("<call> edit swap_minmax read test"))
-    script = [READ, unclosed + [WORDS.ids[" read"]], TEST, SUBMIT]
-    batch, (env,) = play_script(monkeypatch, [script], [TASK_0])
-    stop = WORDS.ids[" </call>"]
-    assert [sampled(batch, 0, turn)[-1] == stop for turn in range(4)] == [True, False, True, True]
-    assert [len(sampled(batch, 0, turn)) for turn in range(4)] == [
-        3,
-        6,
-        3,
-        3,
-    ] and batch.loss_mask.sum() == 15
-    assert env.actions[1] == "<call> edit swap_minmax read test read"
-    assert env.said[2] == "<result>error: malformed</result>"
-    assert (batch.tokens[0] == stop).sum() == 3, "the harness added a closing token"
-    harness = batch.tokens[0][batch.loss_mask[0] == 0].tolist()
-    assert harness == [i for text in env.said[:-1] for i in encode(text)]
-
-
-def test_a_sampled_padding_id_is_a_token(monkeypatch):
-    """Catches padding that is guessed from ids (field report 15): <pad> has id 0, and the policy may sample it."""
-    batch, _ = play_script(
-        monkeypatch, [[[0] * 6, [0] * 6], [SUBMIT]], [TASK_0, TASK_0], max_turns=2
-    )
-    assert (
-        sampled(batch, 0, 0) == sampled(batch, 0, 1) == [0] * 6 and batch.loss_mask[0].sum() == 12
-    )
-    assert batch.lengths.tolist() == [len(batch.tokens[0]), len(encode(TASK_0.issue)) + 3]
-
-
-def test_a_policy_that_goes_on_after_its_call_is_stopped_there(monkeypatch):
-    """Catches an invented observation that stays in the context or is executed (field report 14)."""
-    fake = list(encode(READ)) + list(encode("<result>PASS"))
-    assert len(fake) > 3
-    batch, (env,) = play_script(monkeypatch, [[fake, SUBMIT]], [TASK_0], filler="<call>")
-    assert env.actions == [READ, SUBMIT] and sampled(batch, 0, 0) == list(encode(READ))
-    assert WORDS.decode(batch.tokens[0].tolist()) == TASK_0.issue + READ + env.said[1] + SUBMIT
+    tasks = [TASK_0, SOLVED, TASK_0]
+    with pytest.raises(ValueError, match=f"episode 1 .*clamp:swap_minmax.*turn 0.*is {reward}"):
+        play_script(monkeypatch, [[READ, SUBMIT]] * 3, tasks, make_env=BadEnv)
 
 
 def test_hidden_number_layout(monkeypatch):
     """Catches any other layout, mask, turn ids or return than the documented example."""
     scripts = [[" call 3", " call 5", " ans 4"], [" ans 4"]]
-    batch, _ = play_script(monkeypatch, scripts, [4, 4], env_class=NumberEnv, max_turns=5)
-    text = TOKENIZERS[NumberEnv].decode(batch.tokens[0].tolist())
+    batch, _ = play_script(monkeypatch, scripts, [4, 4], make_env=NumberEnv)
+    text = tokenizer_of(NumberEnv).decode(batch.tokens[0].tolist())
     assert text == "<bos> ? call 3 <tool> higher call 5 <tool> lower ans 4"
     assert batch.loss_mask[0].tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
     assert batch.turn_ids[0].tolist() == [-1, -1, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
     assert batch.rewards[0].tolist() == pytest.approx([-0.05, -0.05, 1, 0, 0])
-    assert batch.rewards[0].sum().item() == pytest.approx(0.9)
     assert batch.anchors == [[(0, 7), (4, 7), (4, 4)], [(0, 7)]]
-    assert (
-        batch.lengths.tolist() == [12, 4] and batch.terminated.all() and not batch.truncated.any()
-    )
-    assert [(info["turns"], info["tool_calls"], info["errors"]) for info in batch.infos] == [
-        (3, 2, 0),
-        (1, 0, 0),
-    ]
-    assert all(info["success"] and info["end"] == "submitted" for info in batch.infos)
+    assert batch.lengths.tolist() == [12, 4] and batch.terminated.all()
+    keys = ("end", "success", "turns", "tool_calls", "errors", "pair")
+    infos = [[info[key] for key in keys] for info in batch.infos]
+    assert infos == [["submitted", True, 3, 2, 0, "4"], ["submitted", True, 1, 0, 0, "4"]]
 
 
-# ---- Rewards, ends and infos -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("cut_turn", [1, 6], ids=["early", "at the turn limit"])
+@pytest.mark.parametrize("terminated", [True, False])
+def test_an_environment_may_truncate(monkeypatch, terminated, cut_turn):
+    """Catches an environment's truncation that is stored as a termination, or without its last
+    observation: a critic would not bootstrap, or would read the state before the observation."""
 
-
-def test_stored_rewards_sum_to_the_environments_return(monkeypatch):
-    """Catches rewards that are overwritten, shifted by a turn or lost with a final observation (reports 10, 32)."""
-    scripts = [
-        [READ, TEST, RIGHT, TEST, SUBMIT],
-        [READ, HACK, SUBMIT],
-        [TEST] * 6,
-        ["read"] * 6,
-        [SUBMIT],
-    ]
-    batch, envs = play_script(
-        monkeypatch, scripts, [TASK_0] * 5, tool_cost=0.25, process_reward=0.5
-    )
-    for row, env in enumerate(envs):
-        assert batch.rewards[row].tolist() == env.paid + [0.0] * (6 - len(env.paid))
-    assert batch.rewards[0].sum() == 4 * 0.25 + 1.5
-
-
-def test_infos(monkeypatch):
-    """Catches counts that mix up tools, errors and turns, or a hack that is reported as success."""
-    scripts = [
-        [READ, TEST, "<call> edit swap_andor </call>", RIGHT, SUBMIT],
-        [HACK, SUBMIT],
-        ["read"] * 6,
-    ]
-    batch, _ = play_script(monkeypatch, scripts, [TASK_0, TASK_0, SOLVED], reward="public")
-    keys = ("end", "success", "hacked", "turns", "tool_calls", "errors", "pair")
-    assert [[info[key] for key in keys] for info in batch.infos] == [
-        ["submitted", True, False, 5, 2, 1, "clamp:swap_minmax"],
-        ["submitted", False, True, 2, 0, 0, "clamp:swap_minmax"],
-        ["turn_limit", False, False, 6, 0, 6, "clamp:swap_minmax"],
-    ]
-    assert batch.infos[0]["tools"] == ["read", "test", "edit", "edit", "submit"]
-    assert batch.rewards.sum(1).tolist() == [1, 1, 0]
-
-
-def test_group_ids_are_kept():
-    """Catches groups taken from positions: any ids in any order stay with their rows."""
-    envs, group_ids = [NumberEnv() for _ in range(4)], torch.tensor([7, 2, 7, 2])
-    batch = grpo.rollout(random_model(NumberEnv), TOKENIZERS[NumberEnv], envs, [1, 1, 1, 2], group_ids,
-                         grpo.draw_uniforms(1, 1, 4, 10), temperature=1.0, context_length=30)  # fmt: skip
-    assert torch.equal(batch.group_ids, group_ids)
-
-
-@pytest.mark.parametrize("message", ["read", TEST, "<call> submit submit </call>"])
-@pytest.mark.parametrize("max_turns", [1, 3, 6])
-def test_endless_policies_end_at_max_turns(monkeypatch, message, max_turns):
-    """Catches a tool loop without end (field report 70); the limit terminates, it does not truncate."""
-    batch, (env,) = play_script(monkeypatch, [[message] * 9], [TASK_0], max_turns=max_turns)
-    assert len(env.actions) == batch.infos[0]["turns"] == max_turns
-    assert batch.infos[0]["end"] == "turn_limit" and not batch.rewards.any()
-    assert batch.terminated[0] and not batch.truncated[0]
-
-
-def test_one_turn_allows_one_action_and_its_reward(monkeypatch):
-    """Catches a turn limit that is checked before the reward is stored (field report 70)."""
-    batch, _ = play_script(monkeypatch, [[SUBMIT]], [SOLVED], max_turns=1)
-    assert (
-        batch.rewards.tolist() == [[1.0]]
-        and batch.infos[0]["end"] == "submitted"
-        and batch.infos[0]["success"]
-    )
-
-
-def test_finished_episodes_get_no_further_step(monkeypatch):
-    """Catches finished episodes that go on acting in the batch (field report 71)."""
-    batch, envs = play_script(
-        monkeypatch, [[SUBMIT], [TEST] * 6, [READ, SUBMIT], [SUBMIT]], [TASK_0] * 4
-    )
-    assert [len(env.actions) for env in envs] == [1, 6, 2, 1]
-    for row, turns in enumerate((1, 6, 2, 1)):
-        assert (
-            batch.turn_ids[row].max() == turns - 1
-            and not batch.loss_mask[row, batch.lengths[row] :].any()
-        )
-        assert batch.lengths[row] == sum(
-            len(encode(text)) for text in envs[row].actions + envs[row].said[:-1]
-        )
-
-
-def test_context_overflow_in_an_observation(monkeypatch):
-    """Catches a crash, an overflow called invalid, terminated or success, a dropped last observation (report 22)."""
-    prompt, read = len(encode(TASK_0.issue)), list(encode(READ))
-    for room in (0, 1, 5):
-        batch, (env,) = play_script(
-            monkeypatch, [[READ, SUBMIT]], [SOLVED], context_length=prompt + len(read) + room
-        )
-        info = batch.infos[0]
-        assert batch.truncated.tolist() == [True] and batch.terminated.tolist() == [False]
-        assert (info["end"], info["turns"], info["errors"], info["success"]) == (
-            "context_limit",
-            1,
-            0,
-            False,
-        )
-        assert batch.tokens[0].tolist() == [
-            *encode(TASK_0.issue),
-            *read,
-            *encode(env.said[1])[:room],
-        ]
-        assert batch.loss_mask[0].tolist() == [0] * prompt + [1] * len(read) + [0] * room
-        assert (
-            batch.turn_ids[0].tolist() == [-1] * prompt + [0] * (len(read) + room)
-            and not batch.rewards.any()
-        )
-
-
-def test_context_overflow_in_a_message(monkeypatch):
-    """Catches a message cut by the context but executed or called malformed, and a reward lost on the last token."""
-    whole = [
-        len(encode(text))
-        for text in (TASK_0.issue, RIGHT, "<result>edited with swap_minmax</result>", SUBMIT)
-    ]
-    for missing, end in (
-        (0, "submitted"),
-        (1, "context_limit"),
-        (2, "context_limit"),
-        (3, "context_limit"),
-    ):
-        batch, (env,) = play_script(
-            monkeypatch, [[RIGHT, SUBMIT]], [TASK_0], context_length=sum(whole) - missing
-        )
-        info = batch.infos[0]
-        assert (
-            info["end"] == end
-            and batch.truncated[0] == (missing > 0)
-            and batch.lengths[0] == sum(whole) - missing
-        )
-        assert info["success"] == (missing == 0) and batch.rewards.sum() == (missing == 0)
-        assert env.actions == [RIGHT, SUBMIT][: 2 - (missing > 0)] and info["errors"] == 0
-        assert sampled(batch, 0, 1) == list(encode(SUBMIT))[: 3 - missing]
-
-
-class RaisingEnv(SpyEnv):
-    def step(self, action):
-        raise OSError("disk full")
-
-
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), None])
-def test_a_reward_that_is_no_number_raises_naming_the_episode(monkeypatch, reward):
-    """Catches a NaN or None reward that turns into 0 or into the whole group's NaN."""
-
-    class BadEnv(SpyEnv):
+    class CutEnv(SpyEnv):
         def step(self, action):
-            observation, paid, *rest = super().step(action)
-            return observation, reward if self.task is SOLVED else paid, *rest
+            observation, reward, done, _, info = super().step(action)
+            if self.turn < cut_turn or self.goal is TASK_0:
+                return observation, reward, done, False, info
+            info |= {"end": "cut", "success": False, "hacked": False}
+            return observation, reward, terminated, True, info
 
-    with pytest.raises(ValueError, match="episode 1 .*clamp:swap_minmax"):
-        play_script(monkeypatch, [[READ, SUBMIT]] * 3, [TASK_0, SOLVED, TASK_0], env_class=BadEnv)
-
-
-def test_an_environment_that_raises_stops_the_run(monkeypatch):
-    """Catches an infrastructure failure that becomes an honest-looking reward 0 (field report 66)."""
-    with pytest.raises(OSError, match="disk full"):
-        play_script(monkeypatch, [[READ]], [TASK_0], env_class=RaisingEnv)
-
-
-# ---- Scores, caches and batches ----------------------------------------------------------------------------------
-
-
-def test_full_forward_equals_cached_decoding():
-    """Catches a prefill without causal mask, wrong slots or positions (field report 20)."""
-    model = random_model()
-    tokens = torch.randint(len(WORDS.words), (3, 40), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        full, cache, parts = model(tokens), model.make_cache(3, 41), []
-        for a, b in [
-            (0, 10),
-            *((i, i + 1) for i in range(10, 15)),
-            (15, 27),
-            *((i, i + 1) for i in range(27, 40)),
-        ]:
-            parts.append(model(tokens[:, a:b], cache, torch.arange(a, b).expand(3, -1)))
-        assert (torch.cat(parts, 1) - full).abs().max() < 1e-4
-        assert (model.head(model(tokens, return_hidden=True)) - full).abs().max() < 1e-5
-        at = torch.tensor([[7, 39], [0, 20], [5, 5]])  # these positions only
-        expected = full[torch.arange(3)[:, None], at]
-        assert (model(tokens, at=at) - expected).abs().max() < 1e-5
-        cached = model(tokens, model.make_cache(3, 41), torch.arange(40).expand(3, -1), at=at)
-        assert (cached - expected).abs().max() < 1e-4
-        changed = tokens.clone()
-        changed[:, 20:] = 1
-        assert (model(changed)[:, :20] - full[:, :20]).abs().max() < 1e-5, "a token sees later ones"
-        assert (model(changed)[:, 20:] - full[:, 20:]).abs().max() > 0.1, (
-            "the model does not depend on its input"
-        )
-
-
-@pytest.mark.parametrize("scripted", [False, True])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_score_equals_the_rollouts_logprobs(monkeypatch, temperature, scripted):
-    """Catches a temperature in one place only, shifted rows, other positions in cache and forward (reports 6, 17, 18),
-    for episodes of all lengths, cut ones too, with observations scored or not."""
-    tasks, model = [grpo.bugfix_task("train", i) for i in range(12)], random_model()
-    for context_length in (1200, 60):
-        if scripted:
-            scripts = [[READ, TEST, RIGHT, "read", TEST, SUBMIT][i % 6 :] for i in range(12)]
-            batch, _ = play_script(monkeypatch, scripts, tasks, model=model, temperature=temperature,
-                                   context_length=context_length)  # fmt: skip
-        else:
-            batch = rollout(model, tasks, grpo.draw_uniforms(2, 1, 12, 24), temperature=temperature, max_turns=4,
-                            context_length=context_length)  # fmt: skip
-        for mask in (batch.loss_mask, (batch.turn_ids >= 0).float()):
-            with torch.no_grad():
-                logprobs, entropy, _ = grpo.score(model, batch.tokens, mask, temperature)
-            difference = (logprobs - batch.logprobs)[batch.loss_mask > 0]
-            assert difference.abs().max() < 1e-4 and (difference.exp() - 1).abs().max() < 1e-4
-            assert (
-                not logprobs[mask == 0].any()
-                and not entropy[mask == 0].any()
-                and (entropy[mask > 0] > 0).all()
-            )
-            assert (logprobs[mask > 0] < 0).all() and not batch.logprobs[batch.loss_mask == 0].any()
-        other, _, _ = grpo.score(model, batch.tokens, batch.loss_mask, temperature * 0.8)
-        assert (other - batch.logprobs)[batch.loss_mask > 0].abs().max() > 0.1, (
-            "the model is blind to this"
-        )
-
-
-def test_sampler_draws_at_the_temperature():
-    """Catches a sampler that ignores the temperature, draws a token of probability 0, or returns another log-prob."""
-    logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]])
-    for temperature in (1.0, 0.7, 2.0):
-        uniforms = (torch.arange(20000) + 0.5) / 20000
-        ids, logprobs = grpo.sample_tokens(logits.expand(20000, -1), uniforms, temperature)
-        expected = F.softmax(logits[0] / temperature, -1)
-        assert torch.allclose(torch.bincount(ids, minlength=4) / 20000, expected, atol=2e-4)
-        assert torch.allclose(logprobs.exp(), expected[ids], atol=1e-6)
-    edges = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]]).expand(4, -1)
-    assert grpo.sample_tokens(edges, torch.tensor([0.0, 0.49, 0.5, 1 - 2**-24]), 1.0)[
-        0
-    ].tolist() == [1, 1, 3, 3]
-    assert grpo.sample_tokens(logits.expand(2, -1), torch.tensor([0.0, 0.9]), 0)[0].tolist() == [
-        2,
-        2,
-    ]
-
-
-def test_score_alone_equals_score_beside_a_longer_episode(monkeypatch):
-    """Catches padding that shifts positions or is attended to (field report 21)."""
-    model = random_model()
-    batch, _ = play_script(
-        monkeypatch, [[SUBMIT], [READ, TEST, HACK, READ, TEST, SUBMIT]], [TASK_0] * 2, model=model
-    )
-    n = batch.lengths[0]
-    assert batch.lengths[1] > 3 * n
-    together = grpo.score(model, batch.tokens, batch.loss_mask, 1.0)
-    alone = grpo.score(model, batch.tokens[:1, :n], batch.loss_mask[:1, :n], 1.0)
-    for a, b in zip(together[:2], alone[:2]):
-        assert (a[:1, :n] - b).abs().max() < 1e-5
-
-
-BATCHES = [(BugFixEnv, 4, 1200), (BugFixEnv, 6, 70), (NumberEnv, 5, 30)]
-
-
-@pytest.mark.parametrize("env_class, max_turns, context_length", BATCHES)
-def test_episodes_do_not_depend_on_their_batch(env_class, max_turns, context_length):
-    """Catches noise tied to a place in the batch, rows that write into each other's cache (report 21)."""
-    model, B = random_model(env_class), 16
-    tasks = [env_class.task("train", i) for i in range(B)]
-    uniforms = grpo.draw_uniforms(4, 1, B, max_turns * env_class.turn_tokens)
-    options = dict(
-        env_class=env_class, max_turns=max_turns, malformed="error", context_length=context_length
-    )
-    whole = rollout(model, tasks, uniforms, **options)
-    assert len(set(whole.lengths.tolist())) > 1
-    order = torch.randperm(B, generator=torch.Generator().manual_seed(0)).tolist()
-    for rows in (order, *torch.tensor(order).split(6), [7]):
-        rows = [int(row) for row in rows]
-        part = rollout(model, [tasks[row] for row in rows], uniforms[rows], **options)
-        for i, row in enumerate(rows):
-            assert episode(part, i) == episode(whole, row), f"row {row}"
-            n = part.lengths[i]
-            assert (part.logprobs[i, :n] - whole.logprobs[row, :n]).abs().max() < 1e-4
-            assert (
-                torch.equal(part.rewards[i], whole.rewards[row])
-                and part.anchors[i] == whole.anchors[row]
-            )
-            assert {**part.infos[i], "env_seconds": 0} == {**whole.infos[row], "env_seconds": 0}
-
-
-def test_rows_that_finish_at_different_times_do_not_disturb_each_other(monkeypatch):
-    """Catches cache rows mixed up when finished episodes leave, with messages and observations of many lengths."""
-    model, rng = random_model(), random.Random(0)
-    calls = [READ, TEST, HACK, "<call> edit swap_order </call>", "read", "<call> read"]
-    scripts = [
-        [rng.choice(calls) for _ in range(n)] + [SUBMIT] for n in (0, 5, 1, 4, 2, 3, 0, 5, 5)
-    ]
-    tasks = [grpo.bugfix_task("train", i) for i in range(len(scripts))]
-    whole, _ = play_script(monkeypatch, scripts, tasks, model=model)
-    for row, (script, task) in enumerate(zip(scripts, tasks)):
-        alone, _ = play_script(monkeypatch, [script], [task], model=model)
-        n = alone.lengths[0]
-        assert episode(alone, 0) == episode(whole, row)
-        assert (alone.logprobs[0, :n] - whole.logprobs[row, :n]).abs().max() < 1e-4
-
-
-# ---- Noise, transcript, evaluation -------------------------------------------------------------------------------
-
-
-def test_a_group_is_not_one_completion_copied():
-    """Catches members that share their noise (field report 96)."""
-    torch.manual_seed(0)
-    model = grpo.TinyAgent(len(WORDS.words), d_model=16, n_layers=1, n_heads=2)
-    batch = rollout(model, [TASK_0] * 8, grpo.draw_uniforms(1, 1, 8, 12), max_turns=2)
-    assert len({tuple(sampled(batch, row, 0)) for row in range(8)}) >= 6
-    assert len({tuple(sampled(batch, row, turn)) for row in range(8) for turn in range(2)}) >= 12, (
-        "turns share noise"
-    )
-
-
-def test_uniforms_are_keyed_by_seed_iteration_row_and_position():
-    """Catches streamed noise: it must depend on its key, not on a generator's past or on how many rows are drawn."""
-    expected, state = grpo.draw_uniforms(3, 7, 32, 36), torch.get_rng_state()
-    torch.rand(5), np.random.rand(3)
-    assert torch.equal(grpo.draw_uniforms(3, 7, 32, 36), expected)
-    torch.set_rng_state(state)
-    assert torch.equal(grpo.draw_uniforms(3, 7, 20, 36), expected[:20]) and torch.equal(
-        torch.get_rng_state(), state
-    )
-    for other in (
-        grpo.draw_uniforms(4, 7, 32, 36),
-        grpo.draw_uniforms(3, 8, 32, 36),
-        grpo.draw_uniforms(7, 3, 32, 36),
-    ):
-        assert (other == expected).float().mean() < 0.01
-    assert (
-        len(expected.unique()) > 0.99 * expected.numel()
-        and 0 <= expected.min()
-        and expected.max() < 1
-    )
-    assert abs(expected.mean() - 0.5) < 0.05
+    scripts, tasks = [[READ] * 7, [SUBMIT]], [*tasks_of(BugFixEnv, "train", 1), TASK_0]
+    batch, _ = play_script(monkeypatch, scripts, tasks, make_env=CutEnv)
+    assert batch.truncated.tolist() == [not terminated, False]
+    assert batch.terminated.tolist() == [terminated, True]
+    info, text = batch.infos[0], WORDS.decode(batch.tokens[0, : batch.lengths[0]].tolist())
+    assert (info["end"], info["turns"]) == ("cut", cut_turn)
+    assert text.count(READ) == cut_turn and text.count("<result>") == cut_turn - terminated
+    assert text.endswith("</call>" if terminated else "</result>")
 
 
 def test_transcript_brackets_exactly_the_trained_tokens(monkeypatch):
-    """Catches a boundary that moved (field report 13): a harness token inside, a sampled token outside."""
-    scripts = [[READ, "<call> read test submit edit edit", RIGHT, SUBMIT], [TEST, SUBMIT]]
-    batch, envs = play_script(monkeypatch, scripts, [TASK_0, TASK_0])
-    assert (
-        grpo.transcript(WORDS, batch, 0)
-        == f"""{TASK_0.issue}
+    """Catches a boundary that moved (field report 13): a harness token inside, a sampled token
+    outside."""
+    script = [READ, "<call> read test submit edit edit", RIGHT, SUBMIT]
+    batch, _ = play_script(monkeypatch, [script], [TASK_0])
+    expected = f"""{TASK_0.issue}
 ⟦<call> read </call>⟧
 <result>def clamp(value, lower, upper):
     return min(lower, max(value, upper))
@@ -671,131 +247,204 @@ def test_transcript_brackets_exactly_the_trained_tokens(monkeypatch):
 <result>edited with swap_minmax</result>
 ⟦<call> submit </call>⟧
 return 1, success True, end: submitted"""
+    assert grpo.transcript(WORDS, batch, 0) == expected
+    cut = len(encode(TASK_0.issue)) + 5
+    batch, _ = play_script(monkeypatch, [[TEST]], [TASK_0], context_length=cut)
+    end = "⟦<call> test </call>⟧\n<result>FAIL\nreturn 0, success False, end: context_limit"
+    assert grpo.transcript(WORDS, batch, 0).endswith(end)
+
+
+# ---- Scores, caches, batches and noise
+
+
+@pytest.mark.parametrize("env_class", [BugFixEnv, NumberEnv])
+@pytest.mark.parametrize("scripted", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_score_equals_the_rollouts_logprobs(monkeypatch, temperature, scripted, env_class):
+    """Catches a temperature in one place only, shifted rows, attention to what comes later, other
+    positions or slots in cache and forward, cache rows mixed up when finished episodes leave or
+    beyond the first part of the prefill, padding that shifts positions, is attended to, or shares a
+    slot with a real token (field reports 6, 17, 18, 20, 21): 80 episodes of all lengths, cut ones
+    too, with observations scored or not."""
+    tasks, model = tasks_of(env_class, "train", 80), random_model(env_class)
+    script = [READ, TEST, RIGHT, "<call> read", TEST, SUBMIT]
+    script = script if env_class is BugFixEnv else [" call 3", " call 6", " call 0", " ans 4"]
+    scripts = [script[i % len(script) :] for i in range(80)]
+    envs = [env_class(malformed="error") for _ in tasks]
+    uniforms = grpo.draw_uniforms(2, 1, 80, envs[0].max_turns * env_class.turn_tokens)
+    uniforms = script_policy(monkeypatch, scripts, envs) if scripted else uniforms
+    for context_length in (1200, 60 if env_class is BugFixEnv else 9):
+        options = dict(temperature=temperature, context_length=context_length)
+        batch = roll(envs, tasks, uniforms, model, **options)
+        assert len(set(batch.lengths.tolist())) > 1
+        for mask in (batch.loss_mask, (batch.turn_ids >= 0).float()):
+            with torch.no_grad():
+                logprobs, entropy, _ = grpo.score(model, batch.tokens, mask, temperature)
+            assert (logprobs - batch.logprobs)[batch.loss_mask > 0].abs().max() < 1e-4
+            assert not logprobs[mask == 0].any() and not entropy[mask == 0].any()
+            assert (logprobs[mask > 0] < 0).all() and (entropy[mask > 0] > 0).all()
+        other, _, _ = grpo.score(model, batch.tokens, batch.loss_mask, temperature * 0.8)
+        assert (other - batch.logprobs)[batch.loss_mask > 0].abs().max() > 0.1, "the model is blind"
+
+
+def test_sampler_draws_at_the_temperature():
+    """Catches a sampler that ignores the temperature, in what it draws or in the log-probs."""
+    logits, uniforms = (
+        torch.tensor([[0.0, 1.0, 2.0, -torch.inf]]),
+        (torch.arange(20000) + 0.5) / 20000,
     )
-    for row, env in enumerate(envs):
-        text = grpo.transcript(WORDS, batch, row)
-        assert [part.split("⟧")[0] for part in text.split("⟦")[1:]] == env.actions
-    batch, _ = play_script(
-        monkeypatch, [[TEST]], [TASK_0], context_length=len(encode(TASK_0.issue)) + 5
-    )
-    cut = "⟦<call> test </call>⟧\n<result>FAIL\nreturn 0, success False, end: context_limit"
-    assert grpo.transcript(WORDS, batch, 0).endswith(cut)
+    for temperature in (1.0, 0.7, 2.0):
+        ids, logprobs = grpo.sample_tokens(logits.expand(20000, -1), uniforms, temperature)
+        expected = F.softmax(logits[0] / temperature, -1)
+        assert torch.allclose(torch.bincount(ids, minlength=4) / 20000, expected, atol=2e-4)
+        assert torch.allclose(logprobs.exp(), expected[ids], atol=1e-6)
+
+
+def test_uniforms_are_keyed_by_seed_iteration_row_and_position():
+    """Catches streamed noise: it must depend on its key, not on a generator's past or on how many
+    rows are drawn."""
+    expected, state = grpo.draw_uniforms(3, 7, 32, 36), torch.get_rng_state()
+    torch.rand(5), np.random.rand(3)
+    assert torch.equal(grpo.draw_uniforms(3, 7, 32, 36), expected)
+    torch.set_rng_state(state)
+    assert torch.equal(grpo.draw_uniforms(3, 7, 20, 36), expected[:20])
+    assert torch.equal(torch.get_rng_state(), state)
+    for key in ((4, 7), (3, 8), (7, 3)):
+        assert (grpo.draw_uniforms(*key, 32, 36) == expected).float().mean() < 0.01
+    assert len(expected.unique()) > 0.99 * expected.numel() and abs(expected.mean() - 0.5) < 0.05
+    assert 0 <= expected.min() and expected.max() < 1
+
+
+# ---- Evaluation
+
+
+def evaluate(model, make_env, num_tasks, context_length=400):
+    """evaluate() of grpo.py on dev tasks."""
+    options = dict(split="dev", num_tasks=num_tasks, context_length=context_length)
+    return grpo.evaluate(model, tokenizer_of(make_env[0].func), *make_env, **options)
 
 
 @pytest.mark.parametrize("env_class", [BugFixEnv, NumberEnv])
 def test_evaluation_never_touches_training(env_class):
-    """Catches an evaluation that draws from the global generators, trains, or gives another answer the second time."""
-    model, tokenizer = random_model(env_class), TOKENIZERS[env_class]
-    options = dict(
-        max_turns=2,
-        num_bugs=1,
-        reward="hidden",
-        tool_cost=0.0,
-        process_reward=0.0,
-        malformed="error",
-    )
-    weights, training = copy.deepcopy(model.state_dict()), model.training
-    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
-    args, tasks = (
-        (model, tokenizer, env_class, options),
-        [env_class.task("dev", i) for i in range(6)],
-    )
-    results = [
-        grpo.evaluate(*args, split="dev", num_tasks=16, context_length=40)[0] for _ in range(2)
-    ]
-    plays = [
-        grpo.play(*args, tasks, temperature=1, seed=seed, context_length=40)[0]
-        for seed in (5, 5, 6)
-    ]
-    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[2]
-    assert (np.random.get_state()[1] == states[1]).all()
-    assert model.training == training and all(p.grad is None for p in model.parameters())
-    assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
-    assert results[0] == results[1] and torch.equal(plays[0].tokens, plays[1].tokens)
-    assert [episode(plays[0], i) for i in range(6)] != [episode(plays[2], i) for i in range(6)]
+    """Catches an evaluation that draws from the global generators, trains, or gives another answer
+    the second time."""
+    model, make_env = random_model(env_class), env_maker(env_class, max_turns=2)
+    args = (model, tokenizer_of(env_class), *make_env, tasks_of(env_class, "dev", 6))
+
+    def state():
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        generators = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+        return weights, model.training, generators, [p.grad for p in model.parameters()]
+
+    before = state()
+    a, b = (evaluate(model, make_env, 16, 40)[0] for _ in range(2))
+    plays = [grpo.play(*args, temperature=1, seed=seed, context_length=40)[0] for seed in (5, 5, 6)]
+    assert same(before, state()) and a == b
+    a, b, c = (batch.tokens.tolist() for batch in plays)
+    assert a == b != c
 
 
 def test_evaluation_reports_hidden_success_whatever_the_reward(monkeypatch):
-    """Catches success measured by a hackable reward: a policy that always hacks earns 1 and has success 0."""
-    hack = torch.tensor([*encode(HACK), 0, 0, *encode(SUBMIT), 0, 0, 0])
-
-    def sampler(logits, uniforms, temperature):
-        return hack[(uniforms * 12).long()], torch.zeros(len(logits))
-
-    monkeypatch.setattr(grpo, "sample_tokens", sampler)
-    places = (torch.arange(12) + 0.5) / 12
-    monkeypatch.setattr(
-        grpo, "draw_uniforms", lambda seed, i, rows, columns: places.expand(rows, columns)
-    )
-    options = dict(
-        max_turns=2,
-        num_bugs=1,
-        reward="public",
-        tool_cost=0.0,
-        process_reward=0.0,
-        malformed="error",
-    )
-    metrics, _ = grpo.evaluate(random_model(), WORDS, BugFixEnv, options, split="dev", num_tasks=16,
-                               context_length=1200)  # fmt: skip
-    assert (
-        metrics["eval/success_rate"]
-        == metrics["eval/pass@8"]
-        == metrics["eval/unseen_pairs_success_rate"]
-        == 0.0
-    )
-    assert (
-        metrics["eval/hack_rate"] == metrics["eval/episodic_return"] == 1.0
-        and metrics["eval/tool_calls"] == 0.0
-    )
+    """Catches success measured by a hackable reward: a policy that always hacks earns 1 and has
+    success 0."""
+    options = dict(max_turns=2, reward="public")
+    uniforms = script_policy(monkeypatch, [[HACK, SUBMIT]], [BugFixEnv(**options)])
+    monkeypatch.setattr(grpo, "draw_uniforms", lambda *key: uniforms.expand(key[-2], -1))
+    metrics, _ = evaluate(random_model(), env_maker(**options), 16, 1200)
+    success = ("success_rate", "pass@8", "unseen_pairs_success_rate")
+    assert [metrics[f"eval/{key}"] for key in (*success, "tool_calls")] == [0, 0, 0, 0]
+    assert metrics["eval/hack_rate"] == metrics["eval/episodic_return"] == 1
 
 
-@pytest.mark.parametrize("cut_turn", [1, 6], ids=["early", "at the turn limit"])
-@pytest.mark.parametrize("terminated", [True, False])
-def test_an_environment_may_truncate(monkeypatch, terminated, cut_turn):
-    """Catches an environment's truncation that is stored as a termination, or without its last observation: a critic
-    would not bootstrap, or would read the state before the observation."""
+def test_evaluation_is_greedy():
+    """Catches an evaluation that samples: every token it wrote is the likeliest."""
+    model = random_model()
+    for batch in evaluate(model, env_maker(max_turns=3), 16)[1]:
+        with torch.no_grad():
+            best = model(batch.tokens).argmax(-1)
+        where = batch.loss_mask[:, 1:] > 0
+        assert (best[:, :-1][where] == batch.tokens[:, 1:][where]).float().mean() > 0.99
 
-    class CutEnv(SpyEnv):
-        def step(self, action):
-            observation, reward, done, _, info = super().step(action)
-            if self.turn < cut_turn or self.task is not cut_task:
-                return observation, reward, done, False, info
-            return (
-                observation,
-                reward,
-                terminated,
-                True,
-                info | {"end": "cut", "success": False, "hacked": False},
-            )
 
-    model, cut_task = random_model(), grpo.bugfix_task("train", 0)
-    batch, _ = play_script(
-        monkeypatch, [[READ] * 7, [SUBMIT]], [cut_task, TASK_0], env_class=CutEnv, model=model
-    )
-    assert batch.truncated.tolist() == [not terminated, False] and batch.terminated.tolist() == [
-        terminated,
-        True,
+INFO = dict(success=False, hacked=False, turns=1, tool_calls=0, errors=0, truncated=False)
+
+
+def record(infos, rewards, tokens):
+    """A Batch of which episode_metrics can be computed."""
+    mask = torch.ones(len(infos), tokens)
+    truncated = torch.tensor([info["truncated"] for info in infos])
+    rewards = torch.tensor(rewards)
+    return partial_batch(infos=infos, rewards=rewards, loss_mask=mask, truncated=truncated)
+
+
+def planned(monkeypatch, success):
+    """Puts success(task, how often the call had it before, temperature) in the place of play().
+    Returns the list of what it is asked for, (tasks, temperature)."""
+    calls = []
+
+    def play(*args, temperature, **options):
+        seen, infos = Counter(), []
+        for task in args[-1]:
+            infos.append(INFO | dict(success=success(task, seen[task], temperature)))
+            seen[task] += 1
+        calls.append((args[-1], temperature))
+        return [record(infos, [0.0], 1)]
+
+    monkeypatch.setattr(grpo, "play", play)
+    return calls
+
+
+def test_pass_at_8_and_the_tasks_of_an_evaluation(monkeypatch):
+    """Catches pass@8 over the wrong axis or over different tasks, all for any, greedy samples, and
+    unseen pairs of another split."""
+    tasks = tasks_of(BugFixEnv, "dev", 32)
+    lucky = {tasks[0], tasks[2], tasks[3]}
+    solves = lambda task, n, temperature: task in lucky and n == 5 * temperature  # noqa: E731
+    calls = planned(monkeypatch, solves)
+    metrics, _ = evaluate(None, env_maker(), 32)
+    assert metrics["eval/success_rate"] == 3 / 32 and metrics["eval/pass@8"] == 3 / 4
+    assert metrics["eval/unseen_pairs_success_rate"] == 0
+    repeated = [task for task in tasks[:4] for _ in range(8)]
+    assert calls == [(tasks, 0), (repeated, 1), (tasks_of(BugFixEnv, "unseen", 8), 0)]
+
+
+def test_describe_start(monkeypatch):
+    """Catches counts per task over the wrong axis. Of 64 tasks 16 are always solved, 8 never, 40 at
+    times."""
+    tasks = tasks_of(BugFixEnv, "train", 64)
+
+    def success(task, n, temperature):
+        i = tasks.index(task)
+        return i < 16 or (i >= 24 and n % 2 == 0)
+
+    planned(monkeypatch, success)
+    metrics = grpo.describe_start(None, WORDS, *env_maker(), group_size=4, context_length=400)
+    shares = [metrics[f"start/tasks_{how}_solved"] for how in ("always", "never", "sometimes")]
+    assert shares == [16 / 64, 8 / 64, 40 / 64] and metrics["start/success_rate"] == 36 / 64
+    informative = 40 / 64 * (1 - 2 / 70)  # 1 - 2 C(4, 4) / C(8, 4)
+    assert metrics["start/informative_groups"] == pytest.approx(informative)
+
+
+def test_episode_metrics_by_hand():
+    """Catches truncated episodes left out of a mean, and errors per episode instead of per turn."""
+    infos = [
+        INFO | dict(success=True, turns=2, tool_calls=1),
+        INFO | dict(hacked=True, turns=3, tool_calls=2, errors=1),
+        INFO | dict(errors=1, truncated=True),
+        INFO | dict(turns=6, tool_calls=5, errors=1),
     ]
-    info, length = batch.infos[0], int(batch.lengths[0])
-    assert (
-        info["end"] == "cut" and info["turns"] == cut_turn and info["truncated"] == (not terminated)
-    )
-    text = WORDS.decode(batch.tokens[0, :length].tolist())
-    assert text.count("<call> read </call>") == cut_turn
-    assert text.count("<result>") == cut_turn - terminated and text.endswith(
-        "</call>" if terminated else "</result>"
-    )
+    parts = record(infos[:3], [[1.0], [0.25], [0.0]], 4), record(infos[3:], [[0.5]], 8)
+    expected = dict(success_rate=1 / 4, hack_rate=1 / 4, truncation_rate=1 / 4, tool_calls=2)
+    expected |= dict(invalid_action_rate=3 / 12, episodic_return=1.75 / 4)
+    expected |= dict(episodic_length=3, tokens_per_episode=5)
+    assert grpo.episode_metrics(parts) == pytest.approx(expected)
 
 
-def test_whole_rewards_are_floats():
-    """Catches rewards that take the type of what the environment returned: advantages of integers are integers."""
-
-    class OneTurn(NumberEnv):
-        def step(self, action):
-            observation, reward, *rest = super().step(action)
-            return observation, int(reward), *rest
-
-    envs = [OneTurn(max_turns=1, tool_cost=0.0) for _ in range(4)]
-    batch = grpo.rollout(random_model(NumberEnv), TOKENIZERS[NumberEnv], envs, [0, 1, 2, 3], torch.arange(4),
-                         grpo.draw_uniforms(1, 1, 4, 2), temperature=1.0, context_length=9)  # fmt: skip
-    assert batch.rewards.dtype == torch.float32
+def test_play_plays_every_task():
+    """Catches a last, smaller batch that is dropped."""
+    tasks = tasks_of(NumberEnv, "dev", 300)
+    args = (random_model(NumberEnv), tokenizer_of(NumberEnv), *env_maker(NumberEnv), tasks)
+    batches = grpo.play(*args, temperature=1, seed=0, context_length=20)
+    assert [len(batch.infos) for batch in batches] == [256, 44]
+    played = [info["pair"] for batch in batches for info in batch.infos]
+    assert played == [str(task) for task in tasks]
