@@ -249,7 +249,7 @@ class BugFixEnv(ToolEnv):
     stop, turn_tokens = " </call>", 6  # a turn ends with this token, or when its tokens are spent
     tools = ("read", "test", "edit", "submit")
     warm_start_batch_size = 16
-    max_prompt, max_observation = 32, 160  # tokens; `python bugfix_env.py --check` verifies them
+    max_prompt, max_observation, shortest = 32, 160, 14  # tokens, also of any whole episode
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -378,7 +378,7 @@ class NumberEnv(ToolEnv):
     tools = ("call", "ans")
     defaults = ToolEnv.defaults | dict(max_turns=5, tool_cost=0.05, malformed="end")
     warm_start_batch_size = 40
-    max_prompt, max_observation = 2, 2
+    max_prompt, max_observation, shortest = 2, 2, 4
 
     @staticmethod
     def vocabulary():
@@ -538,7 +538,7 @@ def check_task(task, vocabulary):
 
 def check(count):
     vocabulary, seen = set(BugFixEnv.vocabulary()), {split: set() for split in SPLITS}
-    messages = ["read", "test", "submit", *(f"edit {op}" for op in MENU)]
+    prompts, messages = set(), ["read", "test", "submit", *(f"edit {op}" for op in MENU)]
     words = set(PIECES.findall("".join(f"<call> {message} </call>" for message in messages)))
     words.update(PIECES.findall("<result>edited with</result>"))
     functions = [applicable(render(names[0], *code, {})) for names, code in FUNCTIONS.items()]
@@ -548,6 +548,7 @@ def check(count):
         task = bugfix_task(split, i, num_bugs)
         again = bugfix_task.__wrapped__(split, i, num_bugs)
         assert task == again, "a task is not a function of (split, index)"
+        prompts.add(len(PIECES.findall(task.issue)))
         seen[split].add((task.source, task.public, task.hidden))
         try:
             words |= check_task(task, vocabulary)
@@ -556,6 +557,7 @@ def check(count):
     for a, b in itertools.combinations(seen.values(), 2):
         assert not a & b, "two splits share a task"
     if count >= 1000:
+        assert min(prompts) + 3 == BugFixEnv.shortest  # <call> submit </call>
         assert words == vocabulary, f"no task shows {vocabulary - words}"
     print(
         f"{count:,} tasks keep every promise: {len(functions)} functions, {len(OPS)} operations, "

@@ -107,7 +107,8 @@ class Args:
     clip_coef: float = 0.2  # ratio is clipped below at 1 - clip_coef
     clip_coef_high: float = 0.28  # and above at 1 + clip_coef_high
     dual_clip: Optional[float] = None  # where A < 0, the loss is at most -A times this
-    loss_agg: Literal["token-mean", "seq-mean-token-mean", "constant"] = "constant"  # denominator
+    # what divides the loss; constant is the token budget of an episode
+    loss_agg: Literal["token-mean", "seq-mean-token-mean", "constant"] = "constant"
     update_epochs: int = 1  # passes over a batch
     num_minibatches: int = 4  # optimizer steps in a pass
 
@@ -325,7 +326,7 @@ class BugFixEnv(ToolEnv):
     stop, turn_tokens = " </call>", 6  # a turn ends with this token, or when its tokens are spent
     tools = ("read", "test", "edit", "submit")
     warm_start_batch_size = 16
-    max_prompt, max_observation = 32, 160  # tokens; `python bugfix_env.py --check` verifies them
+    max_prompt, max_observation, shortest = 32, 160, 14  # tokens, also of any whole episode
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -454,7 +455,7 @@ class NumberEnv(ToolEnv):
     tools = ("call", "ans")
     defaults = ToolEnv.defaults | dict(max_turns=5, tool_cost=0.05, malformed="end")
     warm_start_batch_size = 40
-    max_prompt, max_observation = 2, 2
+    max_prompt, max_observation, shortest = 2, 2, 4
 
     @staticmethod
     def vocabulary():
@@ -1078,19 +1079,20 @@ def check_args(args, env):
             if not 0 <= value <= high or (value == 0 and low == "positive"):
                 bounds = f"must be {low} and at most {high}; the default is {getattr(Args, name)}"
                 refuse(f"--{name.replace('_', '-')} {value} {bounds}")
-    shortest = env.max_prompt + env.turn_tokens
     context = args.context_length or longest_episode(env)
     if args.cuda and not torch.cuda.is_available():
         refuse("--cuda: this machine has no usable GPU; run without --cuda")
     if args.d_model % (2 * args.n_heads):
         good = f"a multiple of twice --n-heads, e.g. --d-model {32 * args.n_heads}"
         refuse(f"--d-model {args.d_model} must be {good}")
-    if context < shortest:
-        refuse(f"--context-length {context} has no room for a turn; try {shortest} or more")
+    if context < env.shortest:
+        good = f"try --context-length {env.shortest} or more"
+        refuse(f"--context-length {context} is shorter than any episode; {good}")
     episodes, parts = args.num_groups * args.group_size, getattr(args, "num_minibatches", 1)
     if episodes % parts:
-        good = math.gcd(episodes, parts)
-        refuse(f"--num-minibatches {parts} does not divide {episodes} episodes; try {good}")
+        size = f"--num-groups {args.num_groups} x --group-size {args.group_size}"
+        good = f"try --num-minibatches {math.gcd(episodes, parts)}"
+        refuse(f"--num-minibatches {parts} does not divide {size} = {episodes}; {good}")
     if episodes * context > 10**8:
         size = f"--num-groups {args.num_groups} x --group-size {args.group_size} x {context} tokens"
         refuse(f"{size} are too many; try --num-groups 32 --group-size 8")

@@ -54,7 +54,7 @@ class Args:
 class PeersEnv(grpo.NumberEnv):
     """Episodes of a fixed shape: a prompt of 20 tokens, turns of 5 sampled, 35 observed tokens."""
 
-    turn_tokens, max_prompt, max_observation = 5, 20, 35
+    turn_tokens, max_prompt, max_observation, shortest = 5, 20, 35, 25
     defaults = grpo.NumberEnv.defaults | dict(max_turns=4)
 
     def reset(self, task):

@@ -24,16 +24,16 @@ BASE = SCRIPTS[0]  # canonical for what the scripts share beyond environment and
 FILES = (*SCRIPTS, "bugfix_env.py", "tinyagent.py")
 MOST = {  # a ratchet: raise a number only with a reason, lower it when you can
     "columns": 100,
-    "reinforce.py": 1472,  # lines; the aim is 1,000
-    "ppo.py": 1574,
-    "grpo.py": 1518,
-    "gigpo.py": 1563,
-    "bugfix_env.py": 612,
+    "reinforce.py": 1473,  # lines; the aim is 1,000
+    "ppo.py": 1575,
+    "grpo.py": 1520,
+    "gigpo.py": 1565,
+    "bugfix_env.py": 614,
     "tinyagent.py": 332,
     "train": 120,  # lines of the function
     "loop": 70,  # lines of the statements in its loop over iterations
     ("reinforce.py", "ppo.py"): 169,  # lines that the second adds to the first
-    ("reinforce.py", "grpo.py"): 75,
+    ("reinforce.py", "grpo.py"): 76,
     ("grpo.py", "gigpo.py"): 45,
 }
 SECTIONS = ["1. Args", "2. Environment", "3. Model", "4. Rollout", "5. Warm start", "6. Advantages"]

@@ -252,14 +252,14 @@ def test_only_training_tasks_train(script, tmp_path, monkeypatch):
     and NaN, the mean over no token, for a tool that the last warm-start batches do not call."""
     task, asked = script.NumberEnv.task, {"warm_start": set(), "train": set(), "evaluate": set()}
 
-    def spy(split, index, num_bugs=1):
+    def spy(env, split, index):
         frame = sys._getframe(1)
         while frame.f_code.co_name not in asked:
             frame = frame.f_back
         asked[frame.f_code.co_name].add(split)
-        return task(split, index, num_bugs)
+        return task(env, split, index)
 
-    monkeypatch.setattr(script.NumberEnv, "task", staticmethod(spy))
+    monkeypatch.setattr(script.NumberEnv, "task", spy)
     flags = dict(warm_start_steps=10, warm_start_batch_size=1, seed=7)
     assert h.finite(h.run(script, tmp_path, eval_split="dev", num_iterations=1, **flags)[0])
     assert asked == {"warm_start": {"train"}, "train": {"train"}, "evaluate": {"dev"}}
@@ -351,7 +351,7 @@ def test_a_diverged_run_stops(script, what, last, start, tmp_path, monkeypatch, 
 
     h.on_training_rollouts(monkeypatch, script, before=before)
     flags = dict(num_iterations=3, num_groups=8, save_every=1, kl_coef=0.0)
-    flags |= dict(init_from=start) if last > 0 else dict(warm_start_learning_rate=1e9)
+    flags |= dict(init_from=start) if last > 0 else dict(warm_start_learning_rate=1e6)
     assert h.exit_code(script.train, h.make_args(script, tmp_path, **flags)) == 1
     error, run_dir = capsys.readouterr().err, h.folder(tmp_path)
     assert error.startswith("error: ") and error.count("\n") == 1
@@ -442,7 +442,7 @@ def test_documented_commands_parse(name, flags):
     module = importlib.import_module(name)
     args = tyro.cli(module.Args, args=shlex.split(flags))
     if name in h.SCRIPTS and not args.cuda:
-        module.check_args(args)
+        module.check_args(args, module.ENVS[args.env_id](num_bugs=args.num_bugs))
 
 
 @pytest.mark.parametrize("flags", [dict(d_model=6), dict(output=h.ROOT)], ids=str)
@@ -472,9 +472,9 @@ def test_it_learns(script, tmp_path):
 
 def test_the_readme_environment_trains(tmp_path, monkeypatch):
     """Catches an interface that the README's example of a new environment no longer fits."""
-    text, namespace = (h.ROOT / "README.md").read_text(), {}
-    exec(re.search(r"```python\n(class EchoEnv.*?)\n\n\nENVS", text, re.S)[1], namespace)
     grpo = importlib.import_module("grpo")
+    text, namespace = (h.ROOT / "README.md").read_text(), {"ToolEnv": grpo.ToolEnv}
+    exec(re.search(r"```python\n(class EchoEnv.*?)\n\n\nENVS", text, re.S)[1], namespace)
     monkeypatch.setitem(grpo.ENVS, "echo", namespace["EchoEnv"])
     flags = dict(num_iterations=8, warm_start_steps=30, num_groups=8, eval_tasks=16)
     grpo.train(grpo.Args(env_id="echo", runs_dir=tmp_path, **flags))

@@ -78,16 +78,15 @@ def test_a_killed_run_resumes_to_the_same_end(script, start, tmp_path, monkeypat
 
     def is_time(kill, moment):
         lines = [line for file in runs_dir.glob("*/metrics.jsonl") for line in open(file)]
-        writes = moment != "write" or list(runs_dir.glob("*/checkpoint.tmp"))
-        return moment == "start" or (len(lines) >= 4 * kill + 2 and writes)
+        return moment == "start" or len(lines) >= 4 * kill + 2
 
     for kill in range(KILLS):
-        moment = ("loop", "write", "loop", "start")[kill % 4]
+        moment = ("loop", "loop", "start")[kill % 3]
         begun, end = process(output, execute, script.__file__, *argv), time.time() + 120
         while not is_time(kill, moment):
             assert begun.is_alive() and time.time() < end, output.read_text()
             time.sleep(0.001)
-        time.sleep(rng.uniform(0, dict(loop=0.2, write=0.0, start=0.5)[moment]))
+        time.sleep(rng.uniform(0, dict(loop=0.05, start=0.5)[moment]))
         begun.kill(), begun.join()
         assert begun.exitcode == -signal.SIGKILL
         path = h.folder(runs_dir) / "checkpoint.pt"
@@ -97,19 +96,19 @@ def test_a_killed_run_resumes_to_the_same_end(script, start, tmp_path, monkeypat
     with open(path.with_name("metrics.jsonl"), "a") as file:
         file.write('{"iteration": 9, "charts/epis')
 
-    def killed(path, text, write_text=Path.write_text):
-        write_text(path, text[: len(text) // 2])
+    def killed(path, data, write_bytes=Path.write_bytes):
+        write_bytes(path, data[: len(data) // 2])
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-        patch.setattr(Path, "write_text", killed)  # it may write the lines in another way, too
+        patch.setattr(Path, "write_bytes", killed)
         h.command(script, *argv)
     assert h.command(script, *argv) == 0
     b = h.results(runs_dir)
     assert h.iterations(b[0]) == list(range(4 * KILLS + 5))
     assert any(line["losses/grad_norm"] > 0 for line in b[0][1:])
     h.assert_same_end(a, b)
-    assert not path.with_suffix(".tmp").exists()
+    assert not path.with_name("checkpoint.pt.tmp").exists()
 
 
 def test_a_finished_run_is_left_alone(script, finished, capsys):
@@ -213,7 +212,7 @@ def test_one_process_writes_and_one_dies(two_processes):
         metrics, state = h.results(path / name)
         assert h.iterations(metrics) == iterations and state["iteration"] == iterations[-1]
     output = (path / "output").read_text()
-    assert output.count("done in") == len(h.SCRIPTS) and output.count("\n3/4 ") == 1
+    assert output.count("done in") == len(h.SCRIPTS) and output.count("\n  3/4: ") == 1
     assert [(path / f"tracked-{rank}").read_text() for rank in (0, 1)] == ["1", "0"]
     assert exitcode not in (0, None) and end - (path / "tracked-1").stat().st_mtime < 60
 
@@ -234,7 +233,13 @@ OTHERS = dict(seed=[0, 2**63], num_groups=[1, 5], group_size=[2, 3], num_minibat
 OTHERS |= dict(eval_every=[1, 100], eval_tasks=[8, 33], eval_split=["dev"], save_every=[1])
 OTHERS |= dict(micro_batch_size=[2, 1000], torch_deterministic=[False], warm_start_steps=[0, 7])
 OTHERS |= dict(warm_start_batch_size=[1, 5], warm_start_learning_rate=[1e-6, 0.5])
-OTHERS |= dict(warm_start_observations=[False], d_model=[8, 24], n_layers=[2, 3], n_heads=[1])
+OTHERS |= dict(
+    dual_clip=[1.5, 9.0],
+    warm_start_observations=[False],
+    d_model=[8, 24],
+    n_layers=[2, 3],
+    n_heads=[1],
+)
 FIXED = dict(env_id=["bugfix"], num_bugs=[2], reward=["public"], init_from=["a"], runs_dir=["b"])
 
 
@@ -372,7 +377,7 @@ def test_sizes_that_cannot_fit(script, flag, tmp_path):
     """Catches a traceback out of the allocator, or a machine that swaps itself to death."""
     argv = ["--env-id", "number", f"--{flag}", 10**9, "--runs-dir", tmp_path / "runs"]
     begun = process(tmp_path / "output", execute, script.__file__, *argv)
-    begun.join(60), begun.kill()
+    begun.join(30), begun.kill()
     error = (tmp_path / "output").read_text()
     assert begun.exitcode == 2 and error.startswith("error: ") and error.count("\n") == 1, error
     assert f"--{flag}" in error
@@ -410,15 +415,13 @@ def test_files_that_are_no_checkpoint(script, flag, finished, tmp_path, capsys):
     assert h.contents(tmp_path) == before
 
 
-def test_checkpoints_that_do_not_belong_there(script, finished, start, tmp_path, capsys):
+def test_checkpoints_that_do_not_belong_there(script, finished, start, capsys):
     """Catches a run that goes on with another algorithm in the same metrics.jsonl, a KeyError on
-    its critic, and a FileNotFoundError where the checkpoint alone was copied. One of tinyagent.py
-    belongs to --init-from, and is told so."""
+    its critic. One of tinyagent.py belongs to --init-from, and is told so."""
 
     def resume(path):
         return h.refused(capsys, h.command, script, "--resume", path, "--num-iterations", 2)
 
-    assert "metrics.jsonl" in resume(shutil.copy(finished[script] / "checkpoint.pt", tmp_path))
     before = [h.contents(path) for path in finished.values()]
     others = [path / "checkpoint.pt" for other, path in finished.items() if other is not script]
     for path in [*others, start]:
@@ -452,7 +455,7 @@ def test_flags_that_a_resume_cannot_change(script, finished, capsys):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
-@pytest.mark.parametrize("file", ["metrics.jsonl", "checkpoint.tmp"])
+@pytest.mark.parametrize("file", ["metrics.jsonl.tmp", "checkpoint.pt.tmp"])
 def test_a_full_disk(script, file, start, tmp_path, monkeypatch, capsys):
     """Catches a traceback, an error without file and reason, and a checkpoint lost to a half
     written one. The kernel itself refuses: given a path, torch.save makes a RuntimeError of it."""
