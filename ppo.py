@@ -1549,7 +1549,8 @@ def train(args):
         # (5) Log: means over all the iteration's episodes, and over all minibatches
         trained = raw_advantages[loss_mask > 0]
         metrics = losses | times | batch_metrics(batch, trained, run.lines[-1], args)
-        variance = returns[loss_mask > 0].var(correction=0).nan_to_num()  # of the value targets
+        targets = returns[loss_mask > 0]
+        variance = targets.var(correction=0) if len(targets) else 0.0
         explained = (1 - trained.var(correction=0) / variance).item() if variance > 0 else 0.0
         metrics["losses/explained_variance"] = explained
         seconds = time.time() - begin

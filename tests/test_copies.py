@@ -25,14 +25,14 @@ FILES = (*SCRIPTS, "bugfix_env.py", "tinyagent.py")
 MOST = {  # a ratchet: raise a number only with a reason, lower it when you can
     "columns": 100,
     "reinforce.py": 1473,  # lines; the aim is 1,000
-    "ppo.py": 1575,
+    "ppo.py": 1576,
     "grpo.py": 1520,
     "gigpo.py": 1565,
     "bugfix_env.py": 614,
     "tinyagent.py": 332,
     "train": 120,  # lines of the function
     "loop": 70,  # lines of the statements in its loop over iterations
-    ("reinforce.py", "ppo.py"): 169,  # lines that the second adds to the first
+    ("reinforce.py", "ppo.py"): 170,  # lines that the second adds to the first
     ("reinforce.py", "grpo.py"): 76,
     ("grpo.py", "gigpo.py"): 45,
 }

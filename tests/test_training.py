@@ -228,8 +228,8 @@ def test_constant_groups_still_pay_the_kl(script, start, tmp_path, monkeypatch):
 
 def test_constant_groups_are_counted_by_group(script, tmp_path):
     """Catches charts/frac_zero_std_groups over the wrong axis, or over rows that are no group:
-    returns are equal in each group of 4 to 15, its parity, and different in groups 0 to 3."""
-    rewards = [[float(n if g < 4 else g % 2)] for g in range(16) for n in range(2)]
+    returns are equal in each group of 4 to 15 and different in groups 0 to 3."""
+    rewards = [[float(n if g < 4 else g % 3)] for g in range(16) for n in range(2)]
     groups, size = torch.arange(16).repeat_interleave(2), dict(num_groups=16, group_size=2)
     h.in_training(script, tmp_path, rewards, [[(1, 0)]] * 32, groups=groups, **size)
     (_, line), _ = h.results(tmp_path / script.__name__)
