@@ -25,8 +25,3 @@ def start(tmp_path_factory):
     flags = dict(warm_start_steps=60, warm_start_batch_size=16, warm_start_learning_rate=0.02)
     tinyagent.main(tinyagent.Args(env_id="number", output=path, **flags, **SIZE))
     return path
-
-
-@pytest.fixture
-def any_script(script):
-    return script
